@@ -39,7 +39,7 @@ class AdaBlock(Blocks):
     def __post_init__(self) -> None:
         vars(self)["delimiters"] = checked_tokens("blocks.delimiters", self.delimiters)
         check_count("blocks.length", self.length)
-        check_number("blocks.threshold", self.threshold, "a probability")
+        check_number("blocks.threshold", self.threshold)
         check_share("blocks.window", self.window)
 
     @override

@@ -10,7 +10,7 @@ from typing_extensions import override
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Blocks
 from dllm_sampler.core.values import Canvas, Query, Readout
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, counted
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class AscendingBlocks(Blocks):
     positions, and those before it have 2^(S-2), 2^(S-3) and so on. The first block has the remaining positions.
 
     Args:
-        count: number of blocks, at most S.
+        count: number of blocks, at most S (1 if S is 0).
     """
 
     sizes_on_open: ClassVar[bool] = True
@@ -32,12 +32,17 @@ class AscendingBlocks(Blocks):
         check_count("blocks.count", self.count)
 
     def ends(self, tokens: int) -> list[int]:
-        """Return the ends of the blocks of an answer of `tokens` columns, counted from its first one."""
+        """Return the ends of the blocks of an answer of `tokens` columns, counted from its first one.
+
+        Raises:
+            UserError: the answer is too short for `count` blocks.
+        """
         steps = tokens.bit_length() - 1
         if self.count > max(steps, 1):
             raise UserError(
                 "option-range",
-                f"blocks.count={self.count} is too large for {tokens} new tokens. Set at most {max(steps, 1)}.",
+                f"blocks.count={self.count} is too large for {counted(tokens, 'new token')}. Set"
+                f" {'at most ' * (steps > 1)}{max(steps, 1)}.",
             )
         later = [2 ** (steps - 1) + 1 + tokens - 2**steps, *(2 ** (steps - 2 - i) for i in range(self.count - 2))]
         sizes = list(reversed(later[: self.count - 1]))

@@ -28,7 +28,7 @@ class FixedBlocks(Blocks):
             sees the whole block (Fast-dLLM v2's sub-blocks, arXiv 2509.26328). By default blocks have no parts.
 
     Raises:
-        UserError: in `bind`, if the model is not block-causal or `part` does not divide `length`.
+        UserError: in `bind`, if `part` is set and the model is not block-causal, or `part` does not divide `length`.
     """
 
     length: int | None = None
@@ -47,7 +47,8 @@ class FixedBlocks(Blocks):
             raise UserError("blocks-incompatible", f"blocks.part={self.part} needs a block-causal model. Remove it.")
         if self.part is not None and length % self.part:
             raise UserError(
-                "option-range", f"blocks.part={self.part} does not divide blocks.length={length}. Set a divisor."
+                "option-range",
+                f"blocks.part={self.part} does not divide blocks.length={length}. Set a divisor of {length}.",
             )
         return with_bound_fields(replace(self, length=length), causal=causal)
 

@@ -27,7 +27,7 @@ class Pipeline(MultiBlock):
 
     hides: ClassVar[bool] = True
 
-    full_threshold: float = 0.95
+    full_threshold: float | None = 0.95
     end_ids: tuple[int, ...] = field(init=False, default=(), repr=False, compare=False)
 
     @override

@@ -110,4 +110,6 @@ def check_text(name: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         half = text[error.start]
-        raise UserError("text-invalid", f"{name} contains the lone surrogate {half!r}. Pass text in UTF-8.") from None
+        raise UserError(
+            "text-invalid", f"{name} contains {half!r}, half of a character (a lone surrogate). Pass text in UTF-8."
+        ) from None

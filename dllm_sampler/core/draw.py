@@ -17,7 +17,7 @@ from dllm_sampler.errors import UserError, short
 
 
 class Barred(NamedTuple):
-    """Tokens that no answer may have: the mask token, and end-of-text tokens before a given token."""
+    """Tokens that no answer may have: the mask token, and end-of-text tokens before the last given token."""
 
     mask_id: int | None  # None if the model has no mask token, or if it may be chosen
     ends: tuple[int, ...] = ()
@@ -40,10 +40,8 @@ def rewritten(guide: Guide, logits: Tensor, canvas: Canvas, head_rows: HeadRows,
         UserError: the guide did not return floating-point logits of the same shape on the same device.
     """
     found: Any = guide(logits, canvas, head_rows)
-    if guide.keeps_excluded:
-        return found
     if found is logits:
-        return barred.exclude(logits, canvas, head_rows)
+        return found if guide.keeps_excluded else barred.exclude(logits, canvas, head_rows)
     if not isinstance(found, Tensor) or not found.is_floating_point():
         raise UserError(
             "plugin-result", f"guide={named(guide)} returned {_kind(found)}. Return a floating-point tensor."
@@ -51,7 +49,7 @@ def rewritten(guide: Guide, logits: Tensor, canvas: Canvas, head_rows: HeadRows,
     if found.shape != logits.shape or found.device != logits.device:
         was, now = (f"{list(one.shape)} on {one.device}" for one in (logits, found))
         raise UserError("plugin-result", f"guide={named(guide)} returned logits {now}. Return logits {was}.")
-    return barred.exclude(found.clone(), canvas, head_rows)
+    return found if guide.keeps_excluded else barred.exclude(found.clone(), canvas, head_rows)
 
 
 def _kind(found: object) -> str:
@@ -95,6 +93,9 @@ class Draw:
         """Return tokens `[R]` chosen from `choice [R, V]`, and `[R] bool` rows in which a token could be chosen.
 
         No token can be chosen if the guides left a NaN, a +inf or no finite logit. Without guides the second is None.
+
+        Raises:
+            UserError: a guide returned something other than logits, or a joint guide something other than tokens.
         """
         if not self.guides:
             return argmax(choice), None

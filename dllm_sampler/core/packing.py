@@ -119,8 +119,8 @@ def answerable(canvas: Canvas, query: Query, computed: Tensor, spec: ModelSpec) 
 def host_counts(canvas: Canvas, wanted: ForwardRequest, failed_at: Tensor, joint: bool = False) -> Tensor:
     """Return `[8 B] int64`, the numbers that the host reads between two steps: eight for each row.
 
-    A ninth, the number of hidden columns, follows if there are any or a guide is joint. A joint guide adds a tenth, the
-    length of the `stretch`. `read_counts` has the order.
+    A ninth, the number of hidden columns, follows if the query can hide some or a guide is joint. A joint guide adds a
+    tenth, the length of the `stretch`. `read_counts` has the order.
 
     Args:
         failed_at: `[B]` see `Canvas.reject_nonfinite`.

@@ -10,9 +10,9 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Refusals, Spe
 class Recorder:
     """Device buffers of a running generation. Nothing is transferred before the end.
 
-    They take 20 bytes per column of a row, 24 with the entropy (24 and 32 for float64 models). A step takes some ten
-    small operations on the queried positions. The entropy is one more reduction of the logits, unless a plug-in needs
-    it anyway.
+    They take 20 bytes per column of a row, 24 with the entropy (24 and 32 for float64 models), and 8 more if lengths
+    change. A step takes some ten small operations on the queried positions. The entropy is one more reduction of the
+    logits, unless a plug-in needs it anyway.
 
     Args:
         canvas: the state before the first step.
@@ -36,7 +36,7 @@ class Recorder:
         self.gone = torch.full_like(canvas.ids, -1)  # [B, L+1] forward that cut off each column. -1: none
         self.logprob = torch.zeros(canvas.ids.shape, dtype=precise, device=canvas.ids.device)  # [B, L+1]
         self.entropy = torch.zeros_like(self.logprob) if entropy else None
-        self.born = torch.zeros_like(canvas.ids) if resizes else None  # [B, L+1]
+        self.born = torch.zeros_like(canvas.ids) if resizes else None  # [B, L+1] first forward that saw each column
         self.revised = torch.zeros_like(canvas.done)  # [B] rows in which a committed token was changed
         self.rejected = torch.zeros_like(canvas.step)  # [B] commits that a guide refused
         self.stuck = torch.zeros_like(canvas.done)  # [B] rows in which a guide refused every commit

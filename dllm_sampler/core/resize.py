@@ -17,7 +17,7 @@ class Moved:
     end: Tensor  # [B] end of each row after the change
     opens: Tensor  # [B] bool: rows whose next forward opens the block
     lost: Tensor  # [B] bool: rows that lost columns
-    source: Tensor | None  # [B, L+1] the former place of each column. None if no column has moved
+    source: Tensor | None  # [B, L+1] the former number of each column. None if no column has moved
     new: Tensor  # [B, L+1] bool: columns that did not exist before
     added: Tensor  # [B, L+1] bool: new columns at the end
     there: Tensor  # [B, L+1] bool: columns that exist

@@ -16,8 +16,9 @@ _PER_ROW = ("ids", "masked", "start", "stop", "age", "step", "done")  # what a s
 def where_rows(which: Tensor, new: Any, old: Any, empty: int) -> Any:
     """Return a tree of tensors, canvases, readouts and edits: `new` in the rows `which [B]`, `old` in the others.
 
-    The two sides may come from queries of different widths. Then the narrower side is padded: a named tuple's
-    `positions` with `empty`, the column of the empty slot, and other values with their last column.
+    Everything else in the tree is that of `new`. The two sides may come from queries of different widths. Then the
+    narrower side is padded: a named tuple's `positions` with `empty`, the column of the empty slot, and other values
+    with their last column.
     """
     if isinstance(new, Tensor) and isinstance(old, Tensor):
         new, old = _widened(new, old.shape), _widened(old, new.shape)

@@ -14,8 +14,8 @@ from dllm_sampler.core.ends import end_ids
 
 Made = TypeVar("Made")
 Rare = TypeVar("Rare", bound="RareTrait")
-# What a token sees: everything; its own block, on a grid, and earlier ones; or, in the active block, that block and all
-# before it, and before the active block nothing after itself.
+# What a token sees. bidirectional: everything. block_causal: its own block, on a grid, and earlier ones.
+# causal_context: in the active block, that block and all before it; before that block, itself and all before it.
 Attention = Literal["bidirectional", "block_causal", "causal_context"]
 # The token that blocks are counted from. text: the row's first one. answer: the answer's first one, in both directions.
 # whole_prompt: the answer's first one, and the prompt is one block.
@@ -40,8 +40,8 @@ class ModelSpec:
     attention: Attention = "bidirectional"
     blocks_from: BlocksFrom = "text"  # block-causal: where blocks are counted from
     block_length: int | None = None  # length of the blocks it was trained on. None if they have no single length
-    shift: bool = False  # raw row i predicts token i + 1 (Dream)
-    seeds: bool = False  # the row before a block predicts the block's first token; other rows predict their own
+    shift: bool = False  # the hidden state at column i predicts token i + 1 (Dream)
+    seeds: bool = False  # the column before a block predicts the block's first token. Others predict their own
     routing: int | None = None  # tokens of a block of this length choose their experts together
     cacheable: bool = True  # False: a forward computes whole rows only, so cache=none is the only cache
     encoder: bool = False  # an encoder reads the text before the block, and a forward predicts the whole block only

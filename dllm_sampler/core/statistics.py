@@ -52,7 +52,8 @@ def measure(
 ) -> Readout:
     """Return statistics of `logits [..., V]` (overwritten unless needed) at `token [...]`.
 
-    `current [...]` and `written [...]` are as in Readout.
+    `current [...]` are the tokens of the query, whose log-probability is `Readout.current`. `written [...]` is as in
+    `Readout`.
 
     A confidence close to 1 is kept apart from 1 by summing the *other* tokens' mass: p = own / (own + rest).
     """

@@ -409,7 +409,7 @@ class Query:
     """A question to the model: predictions at `positions`, under K candidates of the tokens there."""
 
     positions: Tensor  # [B, Q] sorted columns, padded with L
-    ids: Tensor  # [B, K, Q]
+    ids: Tensor  # [B, K, Q] tokens that each candidate has there
     limit: Tensor | None = None  # [B] columns from here on are hidden. None means canvas.end
     hidden: Tensor | None = None  # [B, L+1] bool: further hidden columns, masks that blocks or a cache hide
     keeps_positions: bool = False  # a cache may not drop positions that it does not predict
@@ -445,7 +445,7 @@ class Query:
         """Return the query with more positions.
 
         Args:
-            chosen: `[B, L+1] bool` columns to add. Columns that the query hides are left out.
+            chosen: `[B, L+1] bool` columns to add. Columns from the query's `limit` on are left out.
             width: Q of the new query.
         """
         asked = torch.zeros_like(chosen).scatter(1, self.positions, self.positions < canvas.length)
@@ -486,7 +486,7 @@ class Query:
         return replace(self, ids=at_candidate(self.ids, candidate), candidates=Candidates(step=step))
 
     def trim(self, width: int) -> Query:
-        """Return the query with its first `width` columns. The others must be padding."""
+        """Return the query with its first `width` positions. The others must be padding."""
         if width >= self.positions.shape[1]:
             return self
         return self._about(self.positions[:, :width], self.ids[:, :, :width])
@@ -547,7 +547,7 @@ class Readout:
     margin: Tensor | None = None  # [B, K, Q] probability of the best token minus that of the second
     gap: Tensor | None = None  # [B, K, Q] best logit minus the second
     entropy: Tensor | None = None  # [B, K, Q] nats
-    logsumexp: Tensor | None = None  # [B, K, Q]
+    logsumexp: Tensor | None = None  # [B, K, Q] logarithm of the sum of exp(logit)
     current: Tensor | None = None  # [B, K, Q] log-probability of the token in query.ids
     probabilities: Tensor | None = None  # [B, K, Q, V] in float32 or float64. A scheduler may keep them
     logits: Tensor | None = None  # [B, K, Q, V]
@@ -621,7 +621,7 @@ class Edit:
     resize: Resize | None = None  # change of the answer's length, after the rest of the edit
     confidence: Tensor | None = None  # [B, Q] probability of `ids`, where these are not `Readout.token`
     candidate: Tensor | None = None  # [B] the candidate from which the step continues, of a query with `forks`
-    score: Tensor | None = None  # [B, Q] rank of positions, higher first. None means the confidence
+    score: Tensor | None = None  # [B, Q] scores that rank positions, the highest first. None means the confidence
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,19 @@ from dllm_sampler.core.protocols import Blocks, Cache, Carry, Guide, Scheduler, 
 from dllm_sampler.core.values import MEASURABLE, Canvas, Edit, Query, Readout, Refusals
 from dllm_sampler.errors import UserError
 
-# Fields of `Edit`, whether they are boolean, and whether they say something of each position or of each row.
+# Fields of `Edit`, their dtype if it is fixed, and whether they have a value for each position or for each row.
 EDIT = (
-    ("ids", False, True),
-    ("commit", True, True),
-    ("remask", True, True),
-    ("confidence", False, True),
-    ("score", False, True),
-    ("keep_block", True, False),
-    ("close_block", True, False),
-    ("finish", True, False),
-    ("stop", False, False),
-    ("end", False, False),
-    ("candidate", False, False),
+    ("ids", torch.int64, True),
+    ("commit", torch.bool, True),
+    ("remask", torch.bool, True),
+    ("confidence", None, True),
+    ("score", None, True),
+    ("keep_block", torch.bool, False),
+    ("close_block", torch.bool, False),
+    ("finish", torch.bool, False),
+    ("stop", torch.int64, False),
+    ("end", torch.int64, False),
+    ("candidate", torch.int64, False),
 )
 KINDS = {"scheduler": Scheduler, "blocks": Blocks, "stop": Stop, "guide": Guide, "cache": Cache}
 
@@ -42,7 +42,7 @@ def checked_answer(scheduler: Scheduler, told: Any, canvas: Canvas, query: Query
     """
     if not isinstance(told, tuple) or len(told) != 2 or not isinstance(told[0], Edit):
         raise UserError(
-            "plugin-result", f"scheduler={named(scheduler)}: tell returned {_kind(told)}. Return (edit, carry)."
+            "plugin-result", f"scheduler={named(scheduler)}: tell returned {_kind(told)}. Return a tuple (edit, carry)."
         )
     check_edit("scheduler", scheduler, told[0], canvas, query)
     return told[0], told[1]
@@ -57,15 +57,15 @@ def check_edit(group: str, plugin: object, edit: Any, canvas: Canvas, query: Que
     if not isinstance(edit, Edit):
         raise UserError("plugin-result", f"{group}={named(plugin)} returned {type(edit).__name__}. Return an Edit.")
     rows, positions = canvas.step.shape, query.positions.shape
-    for name, boolean, each in EDIT:
+    for name, dtype, each in EDIT:
         value: Any = getattr(edit, name)
         if value is None and name not in ("ids", "commit"):
             continue
         wanted = positions if each else rows
-        if isinstance(value, Tensor) and value.shape == wanted and (value.dtype == torch.bool or not boolean):
+        if isinstance(value, Tensor) and value.shape == wanted and dtype in (None, value.dtype):
             continue
         shape = f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-        right = f"{list(wanted)}{' of torch.bool' * boolean}"
+        right = f"{list(wanted)}{'' if dtype is None else f' of {dtype}'}"
         raise UserError(
             "plugin-result",
             f"{group}={named(plugin)} returned an Edit whose {name} is {shape}. Return {right}, one value for each"
@@ -81,7 +81,7 @@ def checked_settlement(guide: Guide, settled: Any, canvas: Canvas, query: Query)
     """
     if not isinstance(settled, tuple) or len(settled) != 2 or not isinstance(settled[1], Refusals):
         raise UserError(
-            "plugin-result", f"guide={named(guide)}: settle returned {_kind(settled)}. Return (Edit, Refusals)."
+            "plugin-result", f"guide={named(guide)}: settle returned {_kind(settled)}. Return a tuple (Edit, Refusals)."
         )
     check_edit("guide", guide, settled[0], canvas, query)
     return settled[0], settled[1]
@@ -122,8 +122,6 @@ def check_needs(error: Exception, seen: Readout) -> None:
         for frame in frames[at:]:
             for name in frame.f_code.co_names:
                 if name in missing and name not in frame.f_globals:
-                    raise UserError(
-                        "plugin-needs",
-                        f"{group}={named(plugin)} reads readout.{name}, which is not measured. Add {name!r} to its"
-                        " needs.",
-                    ) from error
+                    owner = "its needs" if hasattr(plugin, "needs") else "the needs of a scheduler, blocks or a stop"
+                    reads = f"{group}={named(plugin)} reads readout.{name}, which is not measured"
+                    raise UserError("plugin-needs", f"{reads}. Add {name!r} to {owner}.") from error

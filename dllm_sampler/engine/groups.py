@@ -66,7 +66,8 @@ class Groups:
             except UnsupportedLeaf as error:
                 raise UserError(
                     "particles-incompatible",
-                    f"particles={named(particles)} copies rows, and {error} without rows. Use particles=best_of_n.",
+                    f"particles={named(particles)} copies rows, and {error}, which cannot be copied row by row. Use"
+                    " particles=best_of_n.",
                 ) from None
         for rows in self._running():
             # The host takes out rows that are done, or that failed, with all others of their group.

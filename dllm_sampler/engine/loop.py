@@ -55,7 +55,7 @@ class Engine:
         self.watches = plugins.watched_layers
 
     def run(self, canvas: Canvas, max_steps: int) -> Iterator[Generation]:
-        """Step until every row is done, and yield after each step (the same object).
+        """Make steps until every row is done, at most `max_steps`. Yields the state after each (the same object).
 
         Raises:
             NotFiniteError: the model returned no finite statistics for some row.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -11,6 +11,7 @@ from dllm_sampler import config
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.suffix import SuffixCache
 from dllm_sampler.core.around import Around
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.naming import described, named
 from dllm_sampler.core.protocols import (
     Blocks,
@@ -41,7 +42,7 @@ from dllm_sampler.core.spec import (
     WatchedLayers,
 )
 from dllm_sampler.engine.readout import FIELDS
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, short
 from dllm_sampler.guides import Temperature, TopK, TopP
 
 if TYPE_CHECKING:
@@ -123,15 +124,16 @@ class Plugins:
         """Return the same set with blocks of another length.
 
         Raises:
-            UserError: the blocks are not blocks=fixed.
+            UserError: the length is not a positive whole number, or the blocks are not blocks=fixed.
         """
+        check_count("block_length", block_length)
         if not isinstance(self.blocks, FixedBlocks):
-            name = named(self.blocks)
             raise UserError(
                 "options-conflict",
-                f"block_length needs blocks=fixed, not blocks={name}. Remove block_length, or set blocks=fixed.",
+                f"block_length={block_length} needs blocks=fixed, not blocks={named(self.blocks)}. Remove block_length,"
+                " or set blocks=fixed.",
             )
-        return self.with_blocks(FixedBlocks(block_length))
+        return self.with_blocks(replace(self.blocks, length=block_length))
 
     def with_blocks(self, blocks: Blocks) -> Plugins:
         """Return the same set with other blocks.
@@ -224,7 +226,8 @@ def _set(guides: list[Guide], new: Guide, field: str, place: int) -> None:
 def _of(kind: type[Kind], group: str, plugin: object) -> Kind:
     if not isinstance(plugin, kind):
         raise UserError(
-            "option-type", f"{group} is a {type(plugin).__name__}. Give a name, a settings dict or a {kind.__name__}."
+            "option-type",
+            f"{group} is {short(repr(plugin))}. Give a name, a settings dict or an instance of {kind.__name__}.",
         )
     return plugin
 
@@ -239,6 +242,11 @@ def check(plugins: Plugins) -> None:
     """
     for group in ("scheduler", "blocks", "stop"):
         plugin = getattr(plugins, group)
+        if not isinstance(plugin.needs, Set):
+            raise UserError(
+                "plugin-needs",
+                f"{group}={named(plugin)} has {plugin.needs!r} as its needs. Return a frozenset of names.",
+            )
         unknown = sorted(plugin.needs - FIELDS)
         if unknown:
             raise UserError(
@@ -436,7 +444,10 @@ def _of_guides(guides: tuple[Guide, ...]) -> Iterator[str]:
     for guide in guides:
         name = named(guide)
         if guide.truncates and not draws and not guide.measures:
-            yield f"{name} changes nothing at temperature 0. Set a temperature above 0, for example temperature=1."
+            yield (
+                f"{name} changes nothing at temperature 0, where the most likely token is always chosen. Set a"
+                f" temperature above 0, for example temperature=1, or remove {name}."
+            )
         if guide.excludes and cut is not None:
             yield f"guide={name} is after {cut}, which may keep only tokens that {name} excludes. Put {name} first."
         cut = name if guide.truncates else cut

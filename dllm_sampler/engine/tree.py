@@ -22,8 +22,8 @@ class UnsupportedLeaf(TypeError):
     """An error: a value of a state cannot be copied row by row."""
 
     def __init__(self, path: str, value: object):
-        kind = f"tensor {[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__
-        super().__init__(f"{path} is a {kind}")
+        kind = f"a tensor {[*value.shape]}" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
+        super().__init__(f"{path} is {kind}")
 
 
 def map_leaves(value: Any, visit: Callable[[str, Any], Any], path: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.around import Around
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import is_random
 from dllm_sampler.core.recorder import Recorder, aligned
@@ -44,6 +45,9 @@ def steps(
     Args:
         every: transfer one step in `every` to the host, with 0 only the last.
         arguments: arguments of `Arguments.checked`.
+
+    Raises:
+        UserError: a prompt or an argument is wrong.
     """
     rows, plugins = prompts.as_list(prompt), runtime.plugins
     if not rows:
@@ -121,7 +125,8 @@ def warn_of_bias(plugins: Plugins, samples: int) -> None:
         warn(
             f"samples={samples}: the answers to a prompt differ less than the model's own draws, because"
             f" scheduler={named(plugins.scheduler)} chooses positions by the confidence of the tokens that it drew. Use"
-            " scheduler=leftright for answers without this bias, or set position_temperature=1 if the scheduler has it."
+            " scheduler=leftright for answers without this bias, or set scheduler.position_temperature=1 if there is"
+            " this setting."
         )
 
 
@@ -130,9 +135,13 @@ def warn_of_forwards(plugins: Plugins, result: Result) -> bool:
     steps, made = plugins.scheduler.total_steps, int(result.trace.nfe.max())
     if steps is None or made <= steps:
         return False
+    scheduler, path = plugins.scheduler, "scheduler"
+    while isinstance(scheduler, Around):
+        scheduler, path = scheduler.inner, path if hasattr(scheduler, "stands_for") else f"{path}.inner"
+    other = "" if named(scheduler) == "fixed" else f", or {path}=fixed"
     warnings.warn(
-        f"scheduler.steps={steps} was exceeded: scheduler={named(plugins.scheduler)} made {made} forwards to commit all"
-        " tokens, at least one for each block. For fewer forwards, use longer blocks, or scheduler=fixed.",
+        f"{path}.steps={steps} was exceeded: {path}={named(scheduler)} made {made} forwards to commit all tokens, at"
+        f" least one for each block. For fewer forwards, use longer blocks{other}.",
         UserWarning,
         stacklevel=4,
     )

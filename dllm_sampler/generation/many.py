@@ -14,17 +14,19 @@ from dllm_sampler.core.protocols import Blocks, Prefills
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.engine.in_flight import CannotJoin, Request, RunningBatch, obstacle
 from dllm_sampler.engine.lockstep import Ranks
-from dllm_sampler.errors import NotFiniteError, RowError, UserError
+from dllm_sampler.errors import NotFiniteError, RowError, UserError, short
 from dllm_sampler.generation import batch
 from dllm_sampler.generation.batch import Reader
 from dllm_sampler.generation.requests import Arguments
 from dllm_sampler.generation.runtime import Runtime
+from dllm_sampler.inputs.prompts import BYTES
 from dllm_sampler.kernels.backend import warn
 from dllm_sampler.options import BATCHING, MOST_ROWS
 from dllm_sampler.result import Answer, Commits, Result
 
 FAILED = 2  # status of a rank whose rows cannot join
 STEP = 64  # columns by which a lane grows
+BATCHES = "Prompts are answered batch by batch: {}. Set batching=static to do so without this warning."
 
 
 def answers(
@@ -41,6 +43,9 @@ def answers(
 
     Args:
         arguments: arguments of `Arguments.checked`.
+
+    Raises:
+        UserError: an argument is wrong, or the model's ranks cannot answer the prompts.
     """
     check_count("batch_size", batch_size, most=MOST_ROWS)
     for name, value, choices in (
@@ -51,20 +56,25 @@ def answers(
         if value not in choices:
             raise UserError("choice-unknown", f"{name} is {value!r}. Set {' or '.join(choices)}.")
     try:
-        several = None if isinstance(prompts, str | Mapping) else iter(prompts)
+        several = None if isinstance(prompts, str | BYTES | Mapping) else iter(prompts)
     except TypeError:  # a tensor of no dimension is an `Iterable`, too
         several = None
     if several is None:
-        raise UserError("prompt-type", "generate_many takes a list of prompts. For one use generate.")
+        raise UserError(
+            "prompt-type",
+            f"generate_many got {short(repr(prompts), 60)}. Give it a list of prompts, or use generate for one prompt.",
+        )
     asked = Arguments.checked(runtime, prompts, **arguments)
     reason = obstacle(runtime.plugins, runtime.noise, runtime.denoiser) if batching == "in_flight" else None
     ranks, rows = Ranks.of(runtime.denoiser), runtime.plugins.particles.count
     if ranks.mesh is not None and runtime.plugins.particles.needs_likelihood:
         raise ranks_need_in_flight_error(f"particles={named(runtime.plugins.particles)} makes forwards at the end")
-    if ranks.mesh is not None and (reason is not None or batching == "static"):
-        raise ranks_need_in_flight_error(reason or "batching is static")
+    if ranks.mesh is not None and batching == "static":
+        raise ranks_need_in_flight_error("batching=static answers prompts batch by batch", "Remove it.")
+    if ranks.mesh is not None and reason is not None:
+        raise ranks_need_in_flight_error(reason)
     if reason is not None:
-        warn(f"prompts are answered batch by batch: {reason}")
+        warn(BATCHES.format(reason))
     if rows > batch_size:
         raise too_small_error(batch_size, f"particles.count={rows}", rows)
     # Rows of one answer are adjacent in a batch.
@@ -103,7 +113,11 @@ def requests_of(asked: Arguments, prompts: Iterable[Any]) -> Iterator[list[Reque
             raise mismatch
         try:
             if isinstance(prompt, int | Mapping):
-                raise UserError("prompt-type", f"prompt {count} is {prompt!r}. Give generate_many a list of prompts.")
+                raise UserError(
+                    "prompt-type",
+                    f"prompt {count} is {prompt!r}, which is only a part of a prompt. Give generate_many a list of"
+                    " prompts, where a prompt of token ids or messages is itself a list.",
+                )
             found = asked.requests(prompt, count - 1)
         except UserError as error:
             found = error
@@ -323,7 +337,7 @@ class Many:
         try:
             self.running.admit(requests, self.group)
         except CannotJoin as error:
-            warn(f"prompts are answered batch by batch: {error}")
+            warn(BATCHES.format(error))
             return requests
         self.tokens_started += sum(one.free_tokens for one in requests)
         return []
@@ -409,9 +423,11 @@ class Many:
             self.asked.progress(self.forwards, self.tokens_started - self.masks_left - masks, self.tokens_started)
 
 
-def ranks_need_in_flight_error(reason: str) -> UserError:
-    """Return the error for a sharded model whose prompts cannot be answered in flight."""
+def ranks_need_in_flight_error(
+    reason: str, advice: str = "Use other plug-ins, or do not shard the model."
+) -> UserError:
+    """Return the error for a sharded model whose prompts cannot be answered in flight, for a `reason`."""
     return UserError(
         "ranks-unsupported",
-        f"{reason}, so ranks that share weights would make different numbers of forwards. Use other plug-ins.",
+        f"{reason}, so ranks that share weights would make different numbers of forwards. {advice}",
     )

@@ -73,20 +73,18 @@ class Arguments:
             max_length = min(max_length, spec.max_positions)
         max_new_tokens, seed = whole_numbers("max_new_tokens", max_new_tokens), whole_numbers("seed", seed)
         for one in [seed] if isinstance(seed, int) else seed:
-            _checked_seed(one, seed)
+            _checked_seed(one)
         if not listed or not all(isinstance(one, Infill) for one in prompts):  # the answer of an `Infill` has a length
-            if isinstance(max_new_tokens, int):
-                check_new_tokens(max_new_tokens, spec)
-                if max_length is not None and max_length <= max_new_tokens:
+            for number, one in enumerate([max_new_tokens] if isinstance(max_new_tokens, int) else max_new_tokens, 1):
+                name = "max_new_tokens" if isinstance(max_new_tokens, int) else f"max_new_tokens of prompt {number}"
+                check_new_tokens(one, spec, name)
+                if max_length is not None and max_length <= one:
                     raise UserError(
                         "context-exceeded",
-                        f"max_length={max_length} leaves no prompt beside max_new_tokens={max_new_tokens}. Raise it.",
+                        f"{name} is {one}, which leaves no position for a prompt within max_length={max_length}. Lower"
+                        " max_new_tokens, or raise max_length.",
                     )
-            else:
-                for number, one in enumerate(max_new_tokens, 1):
-                    check_new_tokens(one, spec, f"max_new_tokens of prompt {number}")
-        if progress is not None and not callable(progress):
-            raise UserError("function-invalid", f"progress is {progress!r}. Give a function.")
+        check_progress(progress)
         arguments = cls(
             runtime,
             max_new_tokens,
@@ -127,9 +125,9 @@ class Arguments:
         max_new_tokens, form = self.length_and_form(index)
         if isinstance(prompt, Infill):
             if self.given:
+                names = " and ".join(f"{name}=" for name, rows in vars(self.given).items() if rows)
                 raise UserError(
-                    "options-conflict",
-                    f"prompt {number} is an Infill, which has its own given tokens. Remove prefix, suffix and pinned.",
+                    "options-conflict", f"prompt {number} is an Infill, which has its own given tokens. Remove {names}."
                 )
             before = prompt.prompt
             name = f"prompt {number}" if before is None else f"the answer of prompt {number}"
@@ -145,11 +143,11 @@ class Arguments:
             ids = encode_one(prompt, runtime.tokenizer, runtime.spec, max_new_tokens, f"prompt {number}")
             given = self.given.answer(index, max_new_tokens)
         if self.max_length is not None and len(ids) + max_new_tokens > self.max_length:
-            raise UserError(
-                "context-exceeded",
-                f"prompt {number} has {len(ids)} tokens, too many for max_length={self.max_length} with"
-                f" max_new_tokens={max_new_tokens}. Raise max_length.",
-            )
+            most = f"max_length={self.max_length}"
+            has = f"has {counted(len(ids), 'token')}, too many for {most} with max_new_tokens={max_new_tokens}"
+            if isinstance(prompt, Infill):
+                has = f"and its answer have {len(ids) + max_new_tokens} tokens, more than {most}"
+            raise UserError("context-exceeded", f"prompt {number} {has}. Raise max_length.")
         if given is not None:
             if plugins.particles.needs_likelihood:
                 self.check_likelihood(given=True)
@@ -183,7 +181,10 @@ class Arguments:
         if given:
             reason = "tokens of the answer are given, which the likelihood would count. Remove them."
         if reason is not None:
-            raise UserError("score-inexact", f"particles={named(self.runtime.plugins.particles)}: {reason}")
+            name = named(self.runtime.plugins.particles)
+            raise UserError(
+                "score-inexact", f"particles={name} compares answers by their exact likelihood, but {reason}"
+            )
 
     def length_and_form(self, index: int) -> tuple[int, int]:
         """Return the length and the form of the answer to prompt `index`, for prompts other than `Infill`."""
@@ -202,7 +203,7 @@ class Arguments:
             guide.check_answer(tuple(given or [FREE] * max_new_tokens), form)
 
     def _seed(self, at: int) -> int:
-        return _checked_seed(self.seed + at if isinstance(self.seed, int) else self.seed[at], self.seed)
+        return _checked_seed(self.seed + at if isinstance(self.seed, int) else self.seed[at])
 
 
 def slot_seeds(seed: int, rows: int) -> list[int]:
@@ -215,9 +216,10 @@ def length_mismatch(name: str, numbers: object, each: str, wanted: int, more: bo
     if not isinstance(numbers, list) or len(numbers) == wanted or (more and len(numbers) > wanted):
         return None
     there = f"is {each} {wanted}" if more else f"{'is' if wanted == 1 else 'are'} {counted(wanted, each)}"
-    has = counted(len(numbers), "number")
+    has = f"a list of {counted(len(numbers), 'number')}"
     return UserError(
-        "length-mismatch", f"{name} has {has}, and there {there}. Give one for each {each}, or one for all."
+        "length-mismatch",
+        f"{name} is {has}, and there {there}. Give a list with one for each {each}, or a single number for all.",
     )
 
 
@@ -234,7 +236,7 @@ def whole_numbers(name: str, given: Any) -> int | list[int]:
             raise TypeError
         return [operator.index(one) for one in values] if several else operator.index(values)
     except TypeError:
-        raise UserError("option-type", f"{name} is {given!r}. Give one or several whole numbers.") from None
+        raise UserError("option-type", f"{name} is {given!r}. Give a whole number, or a list of them.") from None
 
 
 def seeds(given: int | Sequence[int], count: int) -> list[int]:
@@ -247,13 +249,21 @@ def seeds(given: int | Sequence[int], count: int) -> list[int]:
     mismatch = length_mismatch("seed", found, "answer", count)
     if mismatch is not None:
         raise mismatch
-    return [_checked_seed(one, given) for one in (range(found, found + count) if isinstance(found, int) else found)]
+    return [_checked_seed(one) for one in (range(found, found + count) if isinstance(found, int) else found)]
 
 
-def _checked_seed(seed: int, given: Any) -> int:
+def _checked_seed(seed: int) -> int:
     if abs(seed) >= 2**63:
-        raise UserError("option-type", f"seed is {given!r}. Set a whole number of 64 bits, or one for each answer.")
+        raise UserError(
+            "option-type", f"seed={seed} of an answer has more than 63 bits. Set seeds of at most 18 digits."
+        )
     return seed
+
+
+def check_progress(given: object) -> None:
+    """Refuse a `progress` that is neither None nor a function."""
+    if given is not None and not callable(given):
+        raise UserError("function-invalid", f"progress is {given!r}. Give a function.")
 
 
 def check_forms(given: Any, known: int) -> int | list[int] | None:
@@ -267,7 +277,9 @@ def check_forms(given: Any, known: int) -> int | list[int] | None:
     if given is None:
         if known == 1:
             raise UserError("form-number", "The guide has a list of one form. Remove its brackets, or set forms=0.")
-        raise UserError("form-number", f"A guide has {known} forms. Set forms= to a number from 0 to {known - 1}.")
+        raise UserError(
+            "form-number", f"A guide has a list of {known} forms. Set forms= to a number from 0 to {known - 1}."
+        )
     if not known:
         raise UserError(
             "option-not-applicable", f"forms={given!r} needs a guide with a list of forms. Add one, or remove forms=."
@@ -276,7 +288,8 @@ def check_forms(given: Any, known: int) -> int | list[int] | None:
     for number, one in enumerate([found] if isinstance(found, int) else found, 1):
         if not 0 <= one < known:
             where = "forms" if isinstance(found, int) else f"forms of prompt {number}"
-            raise UserError("form-number", f"{where} is {one}. Set a number from 0 to {known - 1}.")
+            right = "0, since there is one form" if known == 1 else f"a number from 0 to {known - 1}"
+            raise UserError("form-number", f"{where} is {one}. Set {right}.")
     return found
 
 
@@ -293,13 +306,17 @@ def check_given(given: Sequence[int], prompt: int, plugins: Plugins, number: int
     """
     spec = plugins.context.spec
     if FREE not in given:
-        raise UserError("nothing-to-generate", f"prompt {number}: all {len(given)} tokens are given. Add a gap.")
+        size = counted(len(given), "token")
+        raise UserError(
+            "nothing-to-generate", f"prompt {number}: its answer of {size} is given as a whole. Raise max_new_tokens."
+        )
     first = given.index(FREE)
     last = max((at for at, token in enumerate(given) if token != FREE), default=-1)
     if plugins.scheduler.traits.has(ChangingLength) and first < last:
         raise UserError(
             "given-unsupported",
-            f"scheduler={named(plugins.scheduler)} moves given tokens after a gap of prompt {number}. Choose another.",
+            f"scheduler={named(plugins.scheduler)} moves given tokens after a gap of prompt {number}. Use another"
+            " scheduler, for example threshold.",
         )
     if spec.encoder:
         raise UserError(
@@ -314,13 +331,18 @@ def check_given(given: Sequence[int], prompt: int, plugins: Plugins, number: int
         )
     end = first_end(given, spec.eos_ids)
     if end is not None and FREE in given[end:]:
-        raise UserError("given-conflict", f"prompt {number} has an end token before a gap. Remove one of them.")
+        raise UserError(
+            "given-conflict",
+            f"prompt {number} has an end-of-text token (id {given[end]}) before a gap of its answer. Remove the token,"
+            " or the gap.",
+        )
     if first > last:
         return  # only a beginning is given
     if plugins.scheduler.traits.has(LeftToRightVerifier):
         raise UserError(
             "given-unsupported",
-            f"scheduler={named(plugins.scheduler)} sees no given tokens after a gap of prompt {number}. Use another.",
+            f"scheduler={named(plugins.scheduler)} sees no given tokens after a gap of prompt {number}. Use another"
+            " scheduler, for example threshold.",
         )
     if spec.attention == "causal_context":
         raise UserError(

@@ -37,7 +37,11 @@ def scores(
     max_new_tokens: int | None,
     batch_size: int,
 ) -> Scores:
-    """Check the arguments of `Sampler.score`, and return the scores."""
+    """Check the arguments of `Sampler.score`, and return the scores.
+
+    Raises:
+        UserError: a prompt, an answer or an argument is wrong, or scores would not be exact.
+    """
     check_count("batch_size", batch_size)
     check_count("max_new_tokens", max_new_tokens, optional=True)
     reason = next(reasons_against(runtime), None)
@@ -70,16 +74,21 @@ def reasons_against(runtime: Runtime) -> Iterator[str]:
         yield "this model has no mask token (uniform diffusion), and its noise is drawn. Use a masked-diffusion model."
     for guide in plugins.guides:
         if guide.joint or guide.vetoes:
-            yield f"guide={named(guide)} chooses the tokens of a step together. Remove it."
+            does = "chooses the tokens of a step together" if guide.joint else "refuses tokens after they are drawn"
+            yield f"guide={named(guide)} {does}. Remove it."
     facts = {
         "draws the positions that it commits": traits.draws_order,
         "remasks or replaces tokens": traits.revises,
         "drafts tokens and verifies them": traits.drafts,
         "changes the length of answers": traits.has(ChangingLength),
-        "keeps numbers for the whole batch": traits.has(BatchState),
     }
     for fact in (fact for fact, holds in facts.items() if holds):
         yield f"{scheduler} {fact}, so that an answer has many paths. Use scheduler=fixed with scheduler.score=margin."
+    if traits.has(BatchState):
+        yield (
+            f"{scheduler} has a state for the whole batch, which scores do not follow. Use scheduler=fixed with"
+            " scheduler.score=margin."
+        )
     if not is_random(plugins.guides):
         if traits.own_tokens:
             yield (

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from dllm_sampler.blocks.fixed import FullBlock
 from dllm_sampler.cache.none import once
-from dllm_sampler.core.checks import check_count
+from dllm_sampler.core.checks import check_count, check_switch, is_whole
 from dllm_sampler.core.draw import Barred, rewritten
 from dllm_sampler.core.ends import end_ids, is_end
 from dllm_sampler.core.naming import named
@@ -86,14 +86,16 @@ class SpeculativeSampler:
         self.drafter = drafter.runtime
         spec, plugins = self.drafter.denoiser.spec, self.drafter.plugins
         check_count("draft_length", draft_length, 0)
+        check_switch("scheduled", scheduled)
         if spec.mask_id is None:
             raise UserError(
                 "mask-token-missing",
-                "A drafter needs a mask token, and this model has none. Use a masked-diffusion model.",
+                "The model that drafts for target= needs a mask token, and this one has none. Use a masked-diffusion"
+                " model.",
             )
         forms = [named(guide) for guide in plugins.guides if guide.joint or guide.vetoes]
         if forms:
-            raise UserError("options-conflict", f"guide={forms[0]} does not work with a target. Remove one of them.")
+            raise UserError("options-conflict", f"guide={forms[0]} does not work with target=. Remove one of them.")
         if plugins.scheduler.traits.has(ChangingLength):
             raise UserError(
                 "scheduler-incompatible",
@@ -106,7 +108,8 @@ class SpeculativeSampler:
         self.draws = is_random(self.guides)
         if scheduled and self.draws:
             raise UserError(
-                "options-conflict", "draft_scheduled=true needs greedy decoding. Remove it, or temperature."
+                "options-conflict",
+                "draft_scheduled=true (in Python scheduled=True) needs greedy decoding. Remove it, or the temperature.",
             )
         self.separator = self._token(separator)
         self.target: Verifier = autoregressive.fit(target, spec, "target")
@@ -142,6 +145,7 @@ class SpeculativeSampler:
             UserError: a prompt or an argument is wrong.
             NotFiniteError: a model returned NaN. The error's `result` has the answers so far.
         """
+        requests.check_progress(progress)
         run, stops = self._begin(prompts, max_new_tokens, seed, stop_strings)
         with torch.no_grad():
             done = False
@@ -304,14 +308,12 @@ class SpeculativeSampler:
                 raise UserError("tokenizer-missing", f"{said}. Add one to its folder, or give a token id in Python.")
             found = tokenizer.get_vocab().get(separator)
             if found is None:
-                said = f"separator={separator!r} is not one token of the vocabulary. Use one, spelt as there"
-                raise UserError("token-outside-vocabulary", f"{said}: 'Ċ' is a newline of many tokenizers.")
+                said = f"separator={separator!r} is not a token of the vocabulary"
+                spelled = "Use one as the tokenizer's vocabulary spells it, for example 'Ċ' for a newline"
+                raise UserError("token-outside-vocabulary", f"{said}. {spelled}.")
             return found
-        if separator is not None and (isinstance(separator, bool) or not 0 <= separator < size):
-            raise UserError(
-                "token-outside-vocabulary",
-                f"separator={separator!r} is not a token id from 0 to {size - 1}. Use another.",
-            )
+        if separator is not None and (not is_whole(separator) or not 0 <= separator < size):
+            raise UserError("token-outside-vocabulary", f"separator is {separator!r}. Give an id from 0 to {size - 1}.")
         return separator
 
     def _end_tokens(self) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from dllm_sampler.core.select import arange
 from dllm_sampler.core.spec import BatchState
 from dllm_sampler.errors import UserError
 from dllm_sampler.inputs.rewards import NOTHING, Reward
+from dllm_sampler.options import MOST_ROWS
 
 LOWEST = -1e30  # in place of the reward -inf, so that differences are numbers
 DRAWS = 2  # number of a meeting's draws, beside those of seeds
@@ -31,7 +32,7 @@ class SeveralRows(Particles):
     count: int = 4
 
     def __post_init__(self) -> None:
-        check_count("particles.count", self.count)
+        check_count("particles.count", self.count, most=MOST_ROWS)
 
     @override
     def bind(self, context: Context) -> Self:
@@ -104,7 +105,11 @@ class Resampling(SeveralRows):
 
 
 def judge_of(given: Any, name: str, context: Context) -> Reward:
-    """Return the reward for the option `particles.reward`, a function or `package.module:function`."""
+    """Return the reward for the option `particles.reward`, a function or `package.module:function`.
+
+    Raises:
+        UserError: it is None, neither of these, or cannot be imported.
+    """
     if given is None:
         raise UserError("option-missing", f"{name} needs a reward. Set particles.reward=package.module:function.")
     return Reward.of(given, "particles.reward", context.tokenizer, context.spec.eos_ids)

@@ -26,7 +26,7 @@ class EndOfText(TruncateStop):
 
     Args:
         mode: `resolved` or `predicted`.
-        min_conf: probability that a predicted end token must reach. Only `predicted` uses it.
+        min_conf: probability that a predicted end token must reach. Above 1, none does. Only `predicted` uses it.
     """
 
     mode: Mode = "resolved"
@@ -34,7 +34,7 @@ class EndOfText(TruncateStop):
 
     def __post_init__(self) -> None:
         check_choice("stop.mode", self.mode, Mode)
-        check_number("stop.min_conf", self.min_conf, "a probability")
+        check_number("stop.min_conf", self.min_conf)
 
     @override
     def positions(self, canvas: Canvas) -> Tensor | None:

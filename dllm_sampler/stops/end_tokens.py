@@ -56,10 +56,11 @@ class BlockStop(_EosStop):
     @override
     def bind(self, context: Context) -> Self:
         if context.blocks.several or context.blocks.slides:
+            does = "opens several at once" if context.blocks.several else "slides a window over the answer"
             raise UserError(
                 "stop-incompatible",
                 f"stop={named(self)} needs blocks that open and end one at a time, and blocks={named(context.blocks)}"
-                " does not have them. Use stop=prefix.",
+                f" {does}. Use stop=prefix.",
             )
         return super().bind(context)
 

@@ -130,4 +130,5 @@ def test_what_is_refused() -> None:
         toys.sampler("llada", cache="sub_block")
     with refused("cache-incompatible: cache=sub_block"):
         toys.sampler("causal", cache="sub_block", scheduler="freedave", blocks=PARTS)
-    assert Sampler(toys.denoiser("causal"), blocks={"name": "fixed", "part": 8}).plugins.blocks.grid == 32
+    plugins = Sampler(toys.denoiser("causal"), blocks={"name": "fixed", "part": 8}).plugins
+    assert plugins.blocks.grid == 32 and plugins.with_block_length(16).blocks.part == 8

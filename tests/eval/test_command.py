@@ -103,7 +103,7 @@ def test_a_refusal_stands_whoever_begins_later(tmp_path: Path) -> None:
     ("wrong", "sentence"),
     [
         (lambda: [][1], "IndexError: list index out of range"),
-        (lambda: None, "scheduler=threshold: tell returned NoneType. Return (edit, carry)."),
+        (lambda: None, "scheduler=threshold: tell returned NoneType. Return a tuple (edit, carry)."),
     ],
 )
 def test_an_error_in_a_scheduler_ends_its_run_alone(

@@ -182,7 +182,7 @@ WRONG = [
     (["batch_size=0"], "batch_size=0 is invalid. Set a whole number from 1 to"),
     (["temperature=-1"], "temperature=-1"),
     (["temperature=warm"], "temperature='warm' is invalid. Set a number"),
-    (["block_length=4", "blocks=full"], "block_length needs blocks=fixed"),
+    (["block_length=4", "blocks=full"], "block_length=4 needs blocks=fixed"),
     (["device=cuda:99"], "device=cuda:99"),
     (["device=toaster"], "'toaster'"),
     (["dtype=float3"], "unknown dtype 'float3', did you mean"),

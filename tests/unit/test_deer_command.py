@@ -53,7 +53,7 @@ def test_command_line(checkpoint: Path, target: Path, tmp_path: Path, capsys: py
         (["scheduler=fixed"], "scheduler=fixed has no effect with target= unless drafts are scheduled"),
         (["scheduler.threshold=0.5"], "scheduler.threshold=0.5 has no effect with target= unless drafts are scheduled"),
         (["draft_length=-1"], "draft_length=-1 is invalid. Set a whole number of at least 0"),
-        (["draft_scheduled=true", "temperature=1"], "draft_scheduled=true needs greedy decoding"),
+        (["draft_scheduled=true", "temperature=1"], "(in Python scheduled=True) needs greedy decoding"),
         (["separator=[NONE]"], "separator='[NONE]'"),
         (["target=null"], "draft_length=3 has no effect without a verifier"),
         (["max_new_tokens=48"], "max_new_tokens=48"),

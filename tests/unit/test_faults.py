@@ -46,6 +46,7 @@ def run(scheduler: Any, **plugins: Any) -> None:
         (lambda one, _: {"commit": None}, "commit is"),
         (lambda one, _: {"ids": one.ids[:, :3]}, "ids is"),
         (lambda one, _: {"ids": one.ids[:1]}, "ids is"),
+        (lambda one, _: {"ids": one.ids.float()}, "ids is"),
         (lambda one, seen: {"confidence": seen.confidence}, "confidence is"),
         (lambda one, _: {"keep_block": one.commit}, "keep_block is"),
         (lambda one, _: {"finish": True}, "finish is"),

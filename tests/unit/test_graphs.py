@@ -192,14 +192,14 @@ def test_an_unknown_keeper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             with refused("graph-unsupported: carry.1"):
                 it.generate(toys.PROMPTS[:2], max_new_tokens=12)
             continue
-        with pytest.warns(RuntimeWarning, match=r"answered batch by batch: carry\.1 is a Generator"):
+        with pytest.warns(RuntimeWarning, match=r"Prompts are answered batch by batch: carry\.1 is of type Generator"):
             answers = list(it.generate_many(toys.PROMPTS[:2], max_new_tokens=12))
         assert [answer.tokens.tolist() for answer in answers] == expected.tokens.tolist()
         backend.warn.cache_clear()
         with pytest.warns(RuntimeWarning, match="Steps run without CUDA graphs.*Generator"):
             found = it.generate(toys.PROMPTS[:2], max_new_tokens=12)
         assert torch.equal(found.tokens, expected.tokens) and engine.replays == 0
-    with pytest.raises(UnsupportedLeaf, match=r"carry\.1 is a Generator"):
+    with pytest.raises(UnsupportedLeaf, match=r"carry\.1 is of type Generator"):
         map_leaves((torch.zeros(1), torch.Generator()), lambda _, leaf: leaf, "carry")
 
 

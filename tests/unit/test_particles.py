@@ -566,6 +566,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"particles": {"name": "steering", "reward": even, "fills": 2}}, "option-not-applicable: particles.fills"),
     ({"particles": {"name": "steering", "reward": "nowhere:at_all"}}, "function-missing: particles.reward"),
     ({"particles": {"name": "smc", "count": 0}}, "option-range: particles.count"),
+    ({"particles": {"name": "smc", "count": 10**9}}, "option-range: particles.count"),
     ({"particles": {"name": "smc", "ess": 2.0}}, "option-range: particles.ess"),
     (
         {"particles": {"name": "steering", "reward": even, "potential": "min"}},
