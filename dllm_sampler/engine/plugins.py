@@ -42,7 +42,7 @@ from dllm_sampler.core.spec import (
     WatchedLayers,
 )
 from dllm_sampler.engine.readout import FIELDS
-from dllm_sampler.errors import UserError, short
+from dllm_sampler.errors import UserError, invalid
 from dllm_sampler.guides import Temperature, TopK, TopP
 
 if TYPE_CHECKING:
@@ -225,10 +225,7 @@ def _set(guides: list[Guide], new: Guide, field: str, place: int) -> None:
 
 def _of(kind: type[Kind], group: str, plugin: object) -> Kind:
     if not isinstance(plugin, kind):
-        raise UserError(
-            "option-type",
-            f"{group} is {short(repr(plugin))}. Give a name, a settings dict or an instance of {kind.__name__}.",
-        )
+        raise invalid(group, plugin, f"Give a name, a settings dict or an instance of {kind.__name__}", "option-type")
     return plugin
 
 

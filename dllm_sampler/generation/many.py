@@ -14,7 +14,7 @@ from dllm_sampler.core.protocols import Blocks, Prefills
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.engine.in_flight import CannotJoin, Request, RunningBatch, obstacle
 from dllm_sampler.engine.lockstep import Ranks
-from dllm_sampler.errors import NotFiniteError, RowError, UserError, short
+from dllm_sampler.errors import NotFiniteError, RowError, UserError, invalid, short
 from dllm_sampler.generation import batch
 from dllm_sampler.generation.batch import Reader
 from dllm_sampler.generation.requests import Arguments
@@ -54,7 +54,7 @@ def answers(
         ("batching", batching, BATCHING),
     ):
         if value not in choices:
-            raise UserError("choice-unknown", f"{name} is {value!r}. Set {' or '.join(choices)}.")
+            raise invalid(name, value, f"Set {' or '.join(choices)}", "choice-unknown")
     try:
         several = None if isinstance(prompts, str | BYTES | Mapping) else iter(prompts)
     except TypeError:  # a tensor of no dimension is an `Iterable`, too

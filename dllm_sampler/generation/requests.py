@@ -17,7 +17,7 @@ from dllm_sampler.core.spec import ChangingLength, LeftToRightVerifier
 from dllm_sampler.core.values import FREE
 from dllm_sampler.engine.in_flight import Request
 from dllm_sampler.engine.plugins import Plugins
-from dllm_sampler.errors import UserError, counted
+from dllm_sampler.errors import UserError, as_typed, counted, invalid
 from dllm_sampler.generation.runtime import Runtime
 from dllm_sampler.generation.score import reasons_against
 from dllm_sampler.inputs import texts
@@ -75,13 +75,13 @@ class Arguments:
         for one in [seed] if isinstance(seed, int) else seed:
             _checked_seed(one)
         if not listed or not all(isinstance(one, Infill) for one in prompts):  # the answer of an `Infill` has a length
-            for number, one in enumerate([max_new_tokens] if isinstance(max_new_tokens, int) else max_new_tokens, 1):
-                name = "max_new_tokens" if isinstance(max_new_tokens, int) else f"max_new_tokens of prompt {number}"
+            for at, one in enumerate([max_new_tokens] if isinstance(max_new_tokens, int) else max_new_tokens):
+                name = "max_new_tokens" if isinstance(max_new_tokens, int) else f"max_new_tokens[{at}]"
                 check_new_tokens(one, spec, name)
                 if max_length is not None and max_length <= one:
                     raise UserError(
                         "context-exceeded",
-                        f"{name} is {one}, which leaves no position for a prompt within max_length={max_length}. Lower"
+                        f"{name}={one} leaves no position for a prompt within max_length={max_length}. Lower"
                         " max_new_tokens, or raise max_length.",
                     )
         check_progress(progress)
@@ -216,10 +216,10 @@ def length_mismatch(name: str, numbers: object, each: str, wanted: int, more: bo
     if not isinstance(numbers, list) or len(numbers) == wanted or (more and len(numbers) > wanted):
         return None
     there = f"is {each} {wanted}" if more else f"{'is' if wanted == 1 else 'are'} {counted(wanted, each)}"
-    has = f"a list of {counted(len(numbers), 'number')}"
+    has = f"{name}={as_typed(numbers)} has {counted(len(numbers), 'number')}"
     return UserError(
         "length-mismatch",
-        f"{name} is {has}, and there {there}. Give a list with one for each {each}, or a single number for all.",
+        f"{has}, and there {there}. Give a list with one for each {each}, or a single number for all.",
     )
 
 
@@ -236,7 +236,7 @@ def whole_numbers(name: str, given: Any) -> int | list[int]:
             raise TypeError
         return [operator.index(one) for one in values] if several else operator.index(values)
     except TypeError:
-        raise UserError("option-type", f"{name} is {given!r}. Give a whole number, or a list of them.") from None
+        raise invalid(name, given, "Give a whole number, or a list of them", "option-type") from None
 
 
 def seeds(given: int | Sequence[int], count: int) -> list[int]:
@@ -263,7 +263,7 @@ def _checked_seed(seed: int) -> int:
 def check_progress(given: object) -> None:
     """Refuse a `progress` that is neither None nor a function."""
     if given is not None and not callable(given):
-        raise UserError("function-invalid", f"progress is {given!r}. Give a function.")
+        raise invalid("progress", given, "Give a function", "function-invalid")
 
 
 def check_forms(given: Any, known: int) -> int | list[int] | None:
@@ -285,11 +285,11 @@ def check_forms(given: Any, known: int) -> int | list[int] | None:
             "option-not-applicable", f"forms={given!r} needs a guide with a list of forms. Add one, or remove forms=."
         )
     found = whole_numbers("forms", given)
-    for number, one in enumerate([found] if isinstance(found, int) else found, 1):
+    for at, one in enumerate([found] if isinstance(found, int) else found):
         if not 0 <= one < known:
-            where = "forms" if isinstance(found, int) else f"forms of prompt {number}"
-            right = "0, since there is one form" if known == 1 else f"a number from 0 to {known - 1}"
-            raise UserError("form-number", f"{where} is {one}. Set {right}.")
+            where = "forms" if isinstance(found, int) else f"forms[{at}]"
+            right = "Set 0, since there is one form" if known == 1 else f"Set a number from 0 to {known - 1}"
+            raise invalid(where, one, right, "form-number")
     return found
 
 

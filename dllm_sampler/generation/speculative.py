@@ -22,7 +22,7 @@ from dllm_sampler.core.spec import ChangingLength, ModelSpec
 from dllm_sampler.core.statistics import argmax
 from dllm_sampler.core.values import Canvas, Edit, Query
 from dllm_sampler.engine import layout
-from dllm_sampler.errors import NotFiniteError, UserError
+from dllm_sampler.errors import NotFiniteError, UserError, invalid
 from dllm_sampler.generation import requests
 from dllm_sampler.generation.runtime import HasRuntime
 from dllm_sampler.inputs import prompts
@@ -313,7 +313,7 @@ class SpeculativeSampler:
                 raise UserError("token-outside-vocabulary", f"{said}. {spelled}.")
             return found
         if separator is not None and (not is_whole(separator) or not 0 <= separator < size):
-            raise UserError("token-outside-vocabulary", f"separator is {separator!r}. Give an id from 0 to {size - 1}.")
+            raise invalid("separator", separator, f"Give an id from 0 to {size - 1}", "token-outside-vocabulary")
         return separator
 
     def _end_tokens(self) -> tuple[int, ...]:

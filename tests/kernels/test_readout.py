@@ -158,7 +158,7 @@ def test_no_rows() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"temperature": -1.0}, "option-range: temperature, -1.0"),
+        ({"temperature": -1.0}, "option-range: temperature=-1"),
         ({"temperature": 1.0}, "option-missing: temperature, keys"),
         ({"mask_id": 9}, "token-outside-vocabulary: mask_id, 9"),
     ],

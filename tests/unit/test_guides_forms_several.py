@@ -118,7 +118,7 @@ def test_lists_of_each_kind() -> None:
         (["a", "b"], None, "form-number: forms="),
         (["a"], None, "form-number: forms=0"),
         ("a", 0, "option-not-applicable"),
-        (["a", "b"], [0, 2], "form-number: prompt 2"),
+        (["a", "b"], [0, 2], "form-number: forms[1]=2"),
         (["a", "b"], -1, "form-number: -1"),
         (["a", "b"], [0, 1, 1], "length-mismatch"),
         (["a", "b"], "a", "option-type: 'a'"),
@@ -179,7 +179,7 @@ def test_prompts_with_forms(
             'prompt 1 names no form, but other prompts do. Give "form" for all prompts',
         ),
         (["forms=1", "prompts_file=a.jsonl"], "forms= and a.jsonl both name forms"),
-        (["copy: Max", "forms=[0,1]"], "forms is a list of 2 numbers, and there is 1 prompt"),
+        (["copy: Max", "forms=[0,1]"], "forms=[0, 1] has 2 numbers, and there is 1 prompt"),
     ):
         assert main([*words, *given]) == 2 and said in capsys.readouterr().err
 
