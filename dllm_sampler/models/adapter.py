@@ -42,7 +42,7 @@ def find_base(folder: Path) -> tuple[str, str | None]:
     A relative path is tried from the adapter's folder first.
 
     Raises:
-        UserError: the adapter names no base.
+        UserError: the configuration of the adapter cannot be read, or names no base.
     """
     raw = weights.read_json(folder / CONFIG)
     path, revision = raw.get("base_model_name_or_path"), raw.get("revision")
@@ -132,9 +132,12 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         other = f", only {pickles[0]}. Convert that to safetensors." if pickles else ". Copy the whole adapter again."
         raise UserError("adapter-invalid", f"{folder} has no {WEIGHTS}{other}")
     try:
-        return load_file(file)
+        found = load_file(file)
     except (SafetensorError, OSError) as error:
         raise UserError("checkpoint-damaged", f"Cannot read {file} ({first_line(error)}). Copy it again.") from None
+    if not found:
+        raise UserError("adapter-invalid", f"{file} has no tensors. Copy the whole adapter again.")
+    return found
 
 
 def _modules(tensors: Collection[str], known: set[str], folder: Path) -> set[str]:
@@ -168,7 +171,7 @@ def _refuse_shared(network: nn.Module, held: Held, touched: set[str], folder: Pa
 
 
 def _as_checkpoint(network: Transformer, held: Held, touched: set[str], family: Family) -> nn.Module:
-    """Return the touched layers under the names that the checkpoint has for them, on the same memory if possible."""
+    """Return the layers `touched` under their names in the checkpoint, on the memory of our parameters if possible."""
     root, own = nn.Module(), network.state_dict()
     embeddings = {part.name for part in family.parts("embed.weight", network.config)}
     for name in sorted(touched):  # a layer comes before those inside it
@@ -187,7 +190,7 @@ def _as_checkpoint(network: Transformer, held: Held, touched: set[str], family: 
 
 
 def _layer(tensors: dict[str, Tensor], embeds: bool) -> nn.Module:
-    """Return an empty layer of the kind that has these tensors."""
+    """Return a layer without memory for its weights, of the kind that has these tensors: an embedding if `embeds`."""
     weight = tensors.get("weight")
     if weight is None or weight.dim() != 2:
         return nn.Module()
@@ -236,7 +239,9 @@ def _merged(network: nn.Module, raw: dict[str, Any], tensors: dict[str, Tensor],
         raise
     except Exception as error:  # peft raises many kinds for a config that does not fit
         raise UserError(
-            "adapter-incompatible", f"peft cannot merge the adapter {folder} ({first_line(error)}). {ELSEWHERE}"
+            "adapter-incompatible",
+            f"peft cannot merge the adapter {folder} ({type(error).__name__}: {first_line(error)}). Correct {source},"
+            " or load the model that the adapter was trained on.",
         ) from None
     left = next((name for name, _ in merged.named_modules() if re.search(r"lora_|modules_to_save", name)), None)
     if left is not None:

@@ -1,4 +1,4 @@
-"""Attention probabilities of the last layers for schedulers, computed besides the forward without changing it."""
+"""Attention probabilities of the last layers, which some schedulers read, computed beside an unchanged forward."""
 
 from dataclasses import dataclass, field
 
@@ -59,7 +59,7 @@ class Watching:
         return self.inner(index, layer, hidden, rope, rows)
 
     def measure(self, layer: Layer, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `Readout.attention` and `Readout.attended` of one layer.
+        """Return `Readout.attention [B, 1, Q, C]` and `Readout.attended [B, 1, C]` of one layer, C = L + 1.
 
         Args:
             layer: the layer, for its `weights`.

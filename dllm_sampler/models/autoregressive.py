@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Cache, PreTrainedModel, PreTraine
 from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, invalid
 from dllm_sampler.models import adapter as adapters
 from dllm_sampler.models import huggingface, loading
 from dllm_sampler.models.mixture import KnownTokens
@@ -55,7 +55,7 @@ class Verifier:
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
 
     def begin(self, canvas: Canvas) -> Reading:
-        """Return the state before anything is read.
+        """Return the empty keys and values for a batch.
 
         Raises:
             UserError: the verifier cannot read the whole canvas, or does not attend to all of it.
@@ -175,6 +175,11 @@ class Reading(Cache):
 def load(path: str, spec: ModelSpec, name: str = "scheduler.verifier") -> Verifier:
     """Load a causal LM from a folder or the hub, in the diffusion model's dtype and on its device.
 
+    Args:
+        path: a folder or a hub id. An adapter of peft in it is merged.
+        spec: the spec of the diffusion model.
+        name: the option that named the verifier, for errors.
+
     Raises:
         UserError: the checkpoint is missing or cannot be loaded.
     """
@@ -189,6 +194,11 @@ def load(path: str, spec: ModelSpec, name: str = "scheduler.verifier") -> Verifi
 def fit(verifier: object, spec: ModelSpec, name: str = "scheduler.verifier") -> Verifier:
     """Return a `Verifier` from a path, a hub id or a live model, if its vocabulary is the diffusion model's.
 
+    Args:
+        verifier: a folder, a hub id or a causal LM of transformers.
+        spec: the spec of the diffusion model.
+        name: the option that named the verifier, for errors.
+
     Raises:
         UserError: the verifier is missing or of another type, cannot be loaded, or has another vocabulary.
     """
@@ -200,7 +210,7 @@ def fit(verifier: object, spec: ModelSpec, name: str = "scheduler.verifier") -> 
         huggingface.multiply_experts(verifier)
         found = Verifier(verifier, spec, name=name)
     else:
-        raise UserError("option-type", f"{name} is {verifier!r:.60}. Give a folder, hub id or transformers model.")
+        raise invalid(name, verifier, "Give a folder, a hub id or a causal LM of transformers", "option-type")
     if abs(found.vocab_size - spec.vocab_size) >= PADDING or found.vocab_size <= max(spec.eos_ids):
         raise UserError(
             "vocabulary-differs",

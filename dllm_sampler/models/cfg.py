@@ -121,7 +121,7 @@ def compiled(denoiser: Denoiser) -> Denoiser:
 def check_scale(scale: float) -> None:
     """Refuse a guidance strength that is negative, infinite or NaN."""
     if not 0 <= scale < float("inf"):
-        raise UserError("option-range", f"model.cfg_scale is {scale:g}. Set a finite number of at least 0.")
+        raise UserError("option-range", f"model.cfg_scale={scale:g} is invalid. Set a finite number of at least 0.")
 
 
 def guided(denoiser: Denoiser, scale: float) -> Denoiser:

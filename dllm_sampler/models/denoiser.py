@@ -22,7 +22,7 @@ from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import Attention, BlocksFrom, ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.core.visibility import Visible, predictors
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, as_typed, invalid
 from dllm_sampler.kernels.backend import Backend, LayerKernels, has_hooks
 from dllm_sampler.models import fused
 from dllm_sampler.models.attention_means import Watching
@@ -81,7 +81,7 @@ class TransformerDenoiser:
         check_choice("blocks_from", self.blocks_from, BlocksFrom)
         check_count("block_length", self.block_length, optional=True)
         if self.device is not None and not isinstance(self.device, torch.device):
-            raise UserError("option-type", f"device is {self.device!r:.60}. Give a torch.device, or None.")
+            raise invalid("device", self.device, "Give a torch.device, or None", "option-type")
         size = self.transformer.config.vocab_size
         vars(self)["eos_id"] = checked_ends(self.eos_id, size)
         check_tokens(size, mask_id=self.mask_id, pad_id=self.pad_id, eot_id=self.eot_id)
@@ -229,8 +229,8 @@ def check_tokens(size: int, **tokens: object) -> None:
 
 def token_error(name: str, token: object, size: int) -> UserError:
     """Return the error for a token that is not one of a vocabulary of `size` tokens."""
-    said = shown(token) if is_whole(token) else f"{token!r:.60}"
-    return UserError("token-outside-vocabulary", f"{name} is {said}. Set a token id from 0 to {size - 1}.")
+    said = shown(token) if is_whole(token) else as_typed(token)
+    return UserError("token-outside-vocabulary", f"{name}={said} is invalid. Set a token id from 0 to {size - 1}.")
 
 
 def checked_ends(eos_id: int | Sequence[int], size: int) -> int | tuple[int, ...]:
@@ -242,7 +242,7 @@ def checked_ends(eos_id: int | Sequence[int], size: int) -> int | tuple[int, ...
     listed: Any = eos_id if isinstance(eos_id, Iterable) and not isinstance(eos_id, str) else [eos_id]
     ends = tuple(dict.fromkeys(listed))
     if not ends or None in ends:
-        raise UserError("end-token-missing", f"eos_id is {eos_id}. Give at least one token id.")
+        raise UserError("end-token-missing", f"eos_id={as_typed(eos_id)} is invalid. Give at least one token id.")
     for end in ends:
         check_tokens(size, eos_id=end)
     return ends[0] if len(ends) == 1 else ends

@@ -122,6 +122,7 @@ class DiffusionGemmaDenoiser:
             block_length=self.model.config.canvas_length,
             encoder=True,
             self_conditioning=True,
+            folder=self.folder,
         )
 
     @torch.no_grad()

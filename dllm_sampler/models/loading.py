@@ -19,7 +19,7 @@ from dllm_sampler.config import ModelSettings
 from dllm_sampler.core.checks import check_choice, check_count, is_real, is_whole
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.core.spec import BlocksFrom, ModelSpec
-from dllm_sampler.errors import NoEffectWarning, UserError, counted, first_line, short, unknown
+from dllm_sampler.errors import NoEffectWarning, UserError, counted, first_line, invalid, unknown
 from dllm_sampler.host.paths import expanded
 from dllm_sampler.models import adapter as adapters
 from dllm_sampler.models import quantized, weights
@@ -76,7 +76,7 @@ def load(
     target = as_device(device)
     wanted = as_dtype(dtype)
     if chosen.quantize not in (None, "int8"):
-        raise UserError("choice-unknown", f"model.quantize is {chosen.quantize!r}. Set null or int8.")
+        raise invalid("model.quantize", chosen.quantize, "Set null or int8", "choice-unknown")
     if chosen.quantize is not None and chosen.device_map is not None:
         raise UserError("options-conflict", "model.quantize does not work with model.device_map. Remove one.")
     folder, added = with_adapter(
@@ -164,12 +164,13 @@ def with_adapter(
             try:
                 folder = find(path, revision, trust_remote_code, "base_model_name_or_path")
             except UserError as error:
-                wrong = str(error).partition(". ")[0]
+                wrong = str(error).rpartition(". ")[0]  # without its advice
                 raise UserError(
                     "adapter-invalid", f"{own / adapters.CONFIG}: {wrong}. {adapters.base_advice(own)}"
                 ) from None
             if adapters.has_adapter(folder):
-                raise UserError("adapter-unsupported", f"{own} and its base {folder} both have adapters. Merge one.")
+                said = f"The base of the adapter {own} is {folder}, which is an adapter, too"
+                raise UserError("adapter-unsupported", f"{said}. Merge that into its own base first.")
     if adapter is None:
         return folder, own
     if own is not None:
@@ -181,7 +182,12 @@ def with_adapter(
 
 
 def warn_of_sampling(spec: ModelSpec, options: Mapping[str, Any]) -> None:
-    """Warn of sampling settings of a checkpoint, which have no effect here, unless `options` set their own."""
+    """Warn of sampling settings in a checkpoint's generation config, which have no effect. `options` may set their own.
+
+    Args:
+        spec: the model. Nothing happens if it was not loaded from a folder.
+        options: the options of the sampler.
+    """
     if spec.folder is None:
         return
     file = spec.folder / "generation_config.json"
@@ -366,7 +372,11 @@ def _add_texts(tokenizer: PreTrainedTokenizerBase | None, folder: Path, chosen: 
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a torch dtype from itself or its name, or None for `auto`, the checkpoint's own."""
+    """Return a torch dtype from itself or its name, or None for `auto` or None, the checkpoint's own.
+
+    Raises:
+        UserError: the dtype is not one of `DTYPES`.
+    """
     if dtype == "auto":
         return None
     if isinstance(dtype, str):
@@ -374,7 +384,7 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
             raise unknown("dtype", dtype, ["auto", *DTYPES])
         return DTYPES[dtype.removeprefix("torch.")]
     if dtype is not None and dtype not in DTYPES.values():
-        raise UserError("choice-unknown", f"dtype={dtype} is not supported. Choose {', '.join(DTYPES)}.")
+        raise invalid("dtype", dtype, f"Choose {', '.join(DTYPES)}", "choice-unknown")
     return dtype
 
 
@@ -389,11 +399,9 @@ def as_device(device: torch.device | str, option: str = "device") -> torch.devic
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError, ValueError):
-        raise UserError(
-            "choice-unknown", f"{option}={short(repr(device))} is unknown. Use auto, cpu, cuda or mps."
-        ) from None
+        raise invalid(option, device, "Use auto, cpu, cuda or mps", "choice-unknown") from None
     if found.type not in ("cpu", "cuda", "mps"):
-        raise UserError("choice-unknown", f"{option}={device} is not supported. Use auto, cpu, cuda or mps.")
+        raise invalid(option, str(device), "Use auto, cpu, cuda or mps", "choice-unknown")
     if found.type == "mps" and not torch.backends.mps.is_available():
         raise UserError("device-missing", f"{option}={device} needs an Apple GPU. Use {option}=cpu.")
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
@@ -488,7 +496,11 @@ def _places(
 
 
 def _place(name: str, places: Places) -> torch.device:
-    """Return the device of our parameter `name`, by the longest prefix in `places`. Offloaded ones are on the CPU."""
+    """Return the device of our parameter `name`, by the longest prefix in `places`.
+
+    Raises:
+        UserError: no prefix fits, or there is no such device.
+    """
     prefixes = [prefix for prefix in places if not prefix or name == prefix or name.startswith(prefix + ".")]
     if not prefixes:
         raise UserError("device-map-invalid", f"model.device_map has no device for {name}. Add one.")

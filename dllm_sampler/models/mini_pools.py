@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 from random import Random
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from dllm_sampler.core.checks import check_count, check_share
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.core.checks import check_count, check_number, check_share
+from dllm_sampler.errors import UserError, as_typed, invalid, unknown
 from dllm_sampler.models.mini_tasks import LESSONS, draw_example
 from dllm_sampler.models.mini_tokenizer import EOS
 
@@ -21,7 +22,8 @@ class Batch:
 
     Args:
         ids: `[B, L] int64` clean tokens.
-        prompts: `[B] int64` length of each row's prompt. The rest is the response, its tail of end tokens included.
+        prompts: `[B] int64` length of each row's prompt. The rest is the response, its tail of end-of-text tokens
+            included.
     """
 
     ids: Tensor
@@ -34,12 +36,15 @@ class Pools:
 
     Args:
         seed: seed of all draws.
-        phases: by the number of their first pool, in order: share of each task or lesson until the next phase begins.
+        phases: the number of a phase's first pool to the share of each task or lesson until the next phase, in order.
         size: examples in a pool.
         batch_tokens: most tokens in a batch.
         tails: probabilities of 0, 1, 2, ... more blocks of 8 after the answer's own last block.
         long: share of rows whose response has any length up to `max_response` instead.
         max_response: longest response in tokens. The model is not trained to generate longer ones.
+
+    Raises:
+        UserError: a number is out of range, or a task is unknown.
     """
 
     seed: int
@@ -54,17 +59,19 @@ class Pools:
         for name in ("size", "batch_tokens", "max_response"):
             check_count(f"train.data.{name}", getattr(self, name))
         check_share("train.data.long", self.long)
-        _check_shares("train.data.tails", self.tails)
-        if not self.phases or any(not first.isdecimal() for first in self.phases) or "0" not in self.phases:
-            raise UserError(
-                "option-range",
-                f"train.data.phases has the keys [{', '.join(self.phases)}]. Use numbers of pools, the first one 0.",
-            )
+        if not all(0 <= share < inf for share in self.tails) or not sum(self.tails) > 0:
+            raise invalid("train.data.tails", self.tails, "Give numbers of at least 0, not all of them 0")
+        firsts = [int(first) if first.isdecimal() else -1 for first in self.phases]
+        if firsts[:1] != [0] or any(later <= first for first, later in pairwise(firsts)):
+            said = f"train.data.phases has the keys {as_typed(list(self.phases))}"
+            raise UserError("option-range", f"{said}. Use ascending numbers of pools, the first one 0.")
         for first, shares in self.phases.items():
-            for name in shares:
+            for name, share in shares.items():
                 if name not in LESSONS:
-                    raise unknown("task", name, LESSONS)
-            _check_shares(f"train.data.phases.{first}", list(shares.values()))
+                    raise unknown(f"task of train.data.phases.{first}", name, LESSONS)
+                check_number(f"train.data.phases.{first}.{name}", share, finite=True)
+            if not sum(shares.values()) > 0:
+                raise invalid(f"train.data.phases.{first}", shares, "Give at least one share above 0")
 
     def batches(self, tokenizer: PreTrainedTokenizerFast, pool: int) -> list[Batch]:
         """Return the batches of one pool, always the same for the same index."""
@@ -96,13 +103,8 @@ class Pools:
         yield first, len(rows)
 
 
-def _check_shares(name: str, shares: Sequence[float]) -> None:
-    if not all(0 <= share < inf for share in shares) or not sum(shares) > 0:
-        raise UserError("option-range", f"{name} is {list(shares)}. Give numbers of at least 0, not all of them 0.")
-
-
 def collate(rows: Sequence[tuple[list[int], list[int], int]], eos: int) -> Batch:
-    """Return rows (prompt, answer, response length) as a batch. Shorter rows get a longer tail of end tokens."""
+    """Return rows (prompt, answer, response length) as a batch. Shorter rows get a longer tail of `eos`."""
     total = max(len(prompt) + response for prompt, _, response in rows)
     ids = [prompt + answer + [eos] * (total - len(prompt) - len(answer)) for prompt, answer, _ in rows]
     return Batch(torch.tensor(ids), torch.tensor([len(prompt) for prompt, _, _ in rows]))

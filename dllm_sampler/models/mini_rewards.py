@@ -27,7 +27,7 @@ def correct(prompts: list[str], completions: list[str], task: list[str], answer:
 
 
 def partly(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """Return the share of places with the same character in a text and the right answer, out of the longer one's."""
+    """Return the share of characters that a text and the right answer have at the same place, out of the longer one."""
     pairs = zip(completions, answer, strict=True)
     return [sum(map(str.__eq__, text, right)) / max(len(text), len(right), 1) for text, right in pairs]
 

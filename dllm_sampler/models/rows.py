@@ -17,7 +17,7 @@ from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.core.visibility import visible
-from dllm_sampler.errors import UserError, first_line
+from dllm_sampler.errors import UserError, first_line, invalid, short
 from dllm_sampler.models.denoiser import spent, token_error
 
 LogitsFunction = Callable[[Tensor, Tensor], Tensor]
@@ -94,7 +94,7 @@ class FunctionDenoiser(RowsDenoiser):
             UserError: `function` cannot be called with two arguments, or a number is out of range.
         """
         if not callable(function):
-            raise UserError("function-invalid", f"logits_fn is {function!r:.60}. Give a function of (ids, mask).")
+            raise invalid("logits_fn", function, "Give a function of (ids, mask)", "function-invalid")
         try:
             signature(function).bind(None, None)
         except TypeError as error:
@@ -131,7 +131,7 @@ class FunctionDenoiser(RowsDenoiser):
     def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
         found = self.function(ids, mask)
         if not isinstance(found, Tensor):
-            raise UserError("function-result", f"logits_fn returned {found!r:.60}. Return a tensor of logits.")
+            raise UserError("function-result", f"logits_fn returned {short(repr(found))}. Return a tensor of logits.")
         if found.shape != (*ids.shape, self.spec.vocab_size) or not found.is_floating_point():
             raise UserError(
                 "function-result",

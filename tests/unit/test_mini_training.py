@@ -76,7 +76,10 @@ def test_a_run_that_resumes_ends_where_an_uninterrupted_one_does(
         (["train=mini", "train.max_steps=few"], "max_steps='few' is invalid. Set a whole number"),
         (["train=mini", "train.data.size=0"], "train.data.size=0 is invalid. Set a whole number of at least 1"),
         (["train=mini", "train.data.long=1.5"], "train.data.long=1.5 is invalid. Set a share"),
-        (["train=mini", "train.data.tails=[0, 0]"], "train.data.tails is [0.0, 0.0]. Give numbers of at least 0"),
+        (
+            ["train=mini", "train.data.tails=[0, 0]"],
+            "train.data.tails=[0.0, 0.0] is invalid. Give numbers of at least 0",
+        ),
         (["train=mini", "train.model.num_layers=-1"], "train.model.num_layers=-1"),
         (["train=mini", "train.model.num_layers=x"], "num_layers='x' is invalid. Set a whole number"),
         (["train=mini", "train.model.head_dim=7"], "or head_dim is odd"),
@@ -85,7 +88,7 @@ def test_a_run_that_resumes_ends_where_an_uninterrupted_one_does(
         (["train=mini", "train.output_dir=null"], "train.output_dir is None. Name a folder"),
         (["train=mini", "train.output_dir="], "train.output_dir"),
         (["train=mini", "+train.model.wings=2"], "train.model has no field 'wings'"),
-        (["train=mini", "+train.data.phases.0.fly=2"], "unknown task 'fly'"),
+        (["train=mini", "+train.data.phases.0.fly=2"], "unknown task of train.data.phases.0 'fly'"),
         (["train=mini", "quickly"], "'quickly' is not train.FIELD=VALUE"),
         (["train=mini", "steps=4"], "'steps=4' is not train.FIELD=VALUE"),
     ],
@@ -116,7 +119,7 @@ def pools(**changes: Any) -> Pools:
 
 
 def test_phases_begin_with_0() -> None:
-    for phases in ({}, {"3": {"copy": 1}}):
+    for phases in ({}, {"3": {"copy": 1}}, {"0": {"copy": 1}, "9": {"copy": 1}, "3": {"copy": 1}}):
         with refused("option-range: train.data.phases"):
             pools(phases=phases)
 

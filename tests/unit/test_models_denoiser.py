@@ -105,12 +105,12 @@ def test_what_is_no_transformer_is_refused():
     with refused("token-outside-vocabulary: eos_id, 40"):
         TransformerDenoiser(Transformer(TINY), mask_id=39, eos_id=40)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"mask_id": "x"}, "token-outside-vocabulary: mask_id is 'x'"),
-        ({"eos_id": None}, "end-token-missing: eos_id is None"),
-        ({"attention": "x"}, "choice-unknown: attention is 'x'"),
-        ({"blocks_from": "x"}, "choice-unknown: blocks_from is 'x'"),
-        ({"block_length": 0}, "option-range: block_length is 0"),
-        ({"device": "cpu"}, "option-type: device is 'cpu'"),
+        ({"mask_id": "x"}, "token-outside-vocabulary: mask_id='x'"),
+        ({"eos_id": None}, "end-token-missing: eos_id=null"),
+        ({"attention": "x"}, "choice-unknown: attention='x'"),
+        ({"blocks_from": "x"}, "choice-unknown: blocks_from='x'"),
+        ({"block_length": 0}, "option-range: block_length=0"),
+        ({"device": "cpu"}, "option-type: device='cpu'"),
     ]
     for change, refusal in wrong:
         with refused(refusal):

@@ -84,7 +84,7 @@ def test_what_no_function_can_be() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"logits_fn": 3}, "function-invalid: logits_fn"),
         ({"logits_fn": lambda ids: ids}, "function-invalid: logits_fn"),
-        ({"eos_id": None}, "token-outside-vocabulary: eos_id is None"),
+        ({"eos_id": None}, "token-outside-vocabulary: eos_id=null"),
         ({"mask_id": 40}, "token-outside-vocabulary: mask_id, 40"),
         ({"eos_id": True}, "token-outside-vocabulary: eos_id"),
         ({"mask_id": toys.EOS}, "mask-token-invalid: mask_id, eos_id, 34"),
