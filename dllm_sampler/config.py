@@ -203,10 +203,10 @@ def model(spec: str | PathLike[str] | Mapping[str, object]) -> dict[str, Any]:
         raise UserError(
             "option-missing", 'The model settings have no name or path. Give one, for example {"name": "mini"}.'
         )
-    if made.revision is not None and expanded(f"{owner}: path", made.path).is_dir():
+    if made.revision is not None and expanded("model.path", made.path).is_dir():
         raise UserError(
             "option-not-applicable",
-            f"{owner}: revision={made.revision} has no effect for the folder {made.path}. Remove it.",
+            f"model.revision={made.revision} has no effect, because model.path={made.path} is a folder. Remove it.",
         )
     return vars(made)
 
@@ -298,7 +298,7 @@ def _one(group: str, spec: object, place: str | None = None) -> Any:
     name, target = given.pop("name", None), given.pop("_target_", None)
     if "_target_" in spec and not target:
         owner = f"{place or group}={name}" if name else place or group
-        raise UserError("target-invalid", f"{owner}: _target_ is empty. Write package.module.Class.")
+        raise UserError("target-invalid", f"{owner}: _target_ is empty or missing. Write package.module.Class.")
     if target is None and name is None:
         wrong = f"{place or group}={as_typed(dict(spec))} has no name"
         raise UserError("option-missing", f'{wrong}. Give one, for example {{"name": "{names(group)[-1]}"}}.')

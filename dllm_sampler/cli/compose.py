@@ -81,6 +81,8 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
     for word in words:
         try:
             override = parse(word)
+            if not override.key_or_group:
+                raise UserError("option-syntax", f"{word} has no name. Write NAME=VALUE.")
             if override.is_sweep_override():
                 raise several(app, str(override.input_line))
             parsed.append(override)
@@ -116,7 +118,7 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
     except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         key = getattr(error, "full_key", None)
         typed = {one.key_or_group: f"{one.input_line}: " for one in parsed}
-        place = typed.get(key, f"{key}: ") if key else ""
+        place = typed.get(key, f"{key} in a YAML file: ") if key else ""
         raise UserError("config-invalid", f"{place}{first_line(error)}. Correct the value.") from error
 
 
@@ -160,17 +162,26 @@ def _compose(app: App, parsed: Sequence[Override]) -> Composed:
 
 
 def _check_recipe(name: str, recipe: Mapping[str, Any], tree: Mapping[str, Any], chosen: Mapping[str, object]) -> None:
-    """Refuse an experiment that sets a field which the chosen plug-in of the group does not have."""
-    for group in (one for one in config.GROUPS[1:] if one != "guide"):
-        known, fields = tree.get(group), recipe.get(group)
-        if not isinstance(known, dict) or not isinstance(fields, dict) or chosen[group] in own(group):
+    """Refuse an experiment that sets an option, or a field of a chosen plug-in, that does not exist."""
+    for key, given in recipe.items():
+        known, sets = tree.get(key), f"experiment={name} sets {key}"
+        if key not in config.GROUPS and key not in tree:
+            near = "".join(f", did you mean '{one}'?" for one in nearest(key, tree, 1)) or "."
+            raise UserError("option-unknown", f"{sets}, an unknown option{near} Correct the file.")
+        if key in config.GROUPS and not isinstance(given, dict):
+            way = f"Write 'override /{key}: NAME' in its defaults list"
+            raise UserError("config-invalid", f"{sets} to {as_typed(given)}, not to fields. {way}.")
+        if key not in config.GROUPS[1:] or not isinstance(known, dict):
             continue
-        if strange := next((field for field in fields if field not in known), None):
-            raise UserError(
-                "options-conflict",
-                f"experiment={name} sets {group}.{strange}, a field that {group}={chosen[group]} does not have. Choose"
-                f" another {group} or experiment.",
-            )
+        strange = next((field for field in given if field not in known), None)
+        if strange is None or (key != "guide" and chosen[key] in own(key)):
+            continue
+        if key == "guide":
+            text = f"{sets}.{strange}, a guide that is not chosen. Add guide={strange}."
+        else:
+            text = f"{sets}.{strange}, a field that {key}={chosen[key]} does not have."
+            text += f" Choose another {key} or experiment."
+        raise UserError("options-conflict", text)
 
 
 def _names(value: object) -> list[str]:
@@ -194,18 +205,21 @@ def _file(
     for one in [*entries, *(["_self_"] if "_self_" not in entries else [])] if isinstance(entries, list) else [entries]:
         key, value = next(iter(one.items())) if isinstance(one, dict) and len(one) == 1 else (group, one)
         key = str(key).removeprefix("override ").strip().lstrip("/")
+        named = isinstance(value, str)
         if one == "_self_":
             _merge(tree, given)
-        elif key == group and isinstance(value, str) and value not in (name, *seen):
+        elif key == group and named and value not in (name, *seen):
             _merge(tree, _file(app, group, value, overridden, (name, *seen)))
-        elif overridden is not None and key in app.groups and key != group:
+        elif (
+            overridden is not None and key in app.groups and key != group and (isinstance(value, str) or key == "guide")
+        ):
             overridden[key] = value
         else:
-            raise UserError(
-                "config-invalid",
-                f"{group}={name}: its defaults list has {short(json.dumps(one))}. Name another {group}, or in an"
-                f" experiment 'override /GROUP: NAME', where GROUP is one of {', '.join(app.groups)}.",
-            )
+            way = f"Name another {group}"
+            if group == "experiment":
+                others = ", ".join(one for one in app.groups if one != group)
+                way = f"Name another experiment, or write 'override /GROUP: NAME', where GROUP is one of {others}"
+            raise UserError("config-invalid", f"{group}={name}: its defaults list has {short(json.dumps(one))}. {way}.")
     return tree
 
 
@@ -288,8 +302,11 @@ def parts(composed: Composed) -> tuple[dict[str, Any], dict[str, object]]:
     tree, chosen = composed.tree, composed.choices
     plugins: dict[str, object] = {}
     model = tree.pop("model", None)
-    if not isinstance(model, dict) or model.get("path") in (None, "???"):
+    if not isinstance(model, dict):
         raise UserError("option-missing", "The model is missing. Add model=NAME, model=FOLDER or model=ORG/NAME.")
+    if model.get("path") in (None, "???"):
+        text = f"model={chosen.get('model')} has no path. Set model.path to a folder or a hub id."
+        raise UserError("option-missing", text)
     for group in config.GROUPS[1:]:
         found = tree.pop(group, None)
         plugins[group] = _guides(found) if group == "guide" else _plugin(group, found, chosen)

@@ -109,6 +109,8 @@ def read(group: str, name: str) -> config.Entry:
         return config.entry(group, name)  # its interpolations name paths of the package
     file = own(group).get(name)
     if file is None:
+        if group == "model":
+            config.checkpoint(name)  # its message does not list all models
         raise unknown(group, name, choices(group))
     with _readable(file):
         return config.described(name, file.read_text(encoding="utf-8"))

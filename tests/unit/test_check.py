@@ -152,7 +152,7 @@ def test_what_is_kept_is_a_line_each(
         ("_target_: rule_of_mine.Ruel", "scheduler=mine: _target_ rule_of_mine.Ruel cannot be imported"),
         ("_target_: torch.load", "scheduler=mine: _target_=torch.load"),
         ("_target_: null", "scheduler=mine: _target_"),
-        ("count: ${gone}", "scheduler.count: Interpolation key 'gone' not found"),
+        ("count: ${gone}", "scheduler.count in a YAML file: Interpolation key 'gone' not found"),
         ("count: [", "mine.yaml cannot be read"),
         ("- a", "mine.yaml cannot be read (it should have names with values"),
         ("", "scheduler=mine: _target_"),
