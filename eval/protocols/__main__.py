@@ -8,6 +8,7 @@ from dllm_sampler.cli.terminal import Parser, ending
 from dllm_sampler.errors import UserError, counted
 from dllm_sampler.eval.protocols import packages, programs, published, spec
 from dllm_sampler.eval.protocols.replay import replay
+from dllm_sampler.host.paths import expanded
 
 NAME = "python -m dllm_sampler.eval.protocols"
 
@@ -18,41 +19,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--install", action="store_true", help="install the packages that grading needs, in a folder of their own")
     add("--replay", metavar="DIR", help="compare DIR/prompts/*.jsonl and DIR/grading/*.jsonl; runs recorded programs")
-
     add(
-        "--check", nargs="?", const="", metavar="FILE", help="check the schema of published.csv (or FILE) and protocols"
-    )
+        "--check", nargs="?", const=published.FILE, metavar="FILE",
+        help="check the schema of published.csv (or FILE) and protocols",
+    )  # fmt: skip
 
     def run() -> int:
         given = parser.parse_args(arguments)
-        if not (given.install or given.replay or given.check is not None):
-            raise UserError("option-missing", f"{NAME} needs --install, --check or --replay DIR. See --help.")
+        if not given.install and given.replay is None and given.check is None:
+            raise UserError("option-missing", f"{NAME} has no option. Add --install, --check or --replay DIR.")
         if given.check is not None:
             check(given.check)
         if given.install:
             print(packages.install())
-        return show(Path(given.replay)) if given.replay else 0
+        return 0 if given.replay is None else show(expanded("--replay", given.replay))
 
     return ending(NAME, run)
 
 
 def check(file: str) -> None:
-    """Read every published figure, or those of another file, and every protocol. Print how many there are."""
-    rows = published.parse(Path(file).read_text(encoding="utf-8")) if file else published.figures()
+    """Read every figure of a file like `published.csv`, and every protocol. Print how many there are.
+
+    Raises:
+        UserError: the file cannot be read, or it or a protocol is invalid.
+    """
+    rows = published.read(file)
     works = {row.source.split(" arXiv")[0].split(" @")[0].split(" Table")[0].split()[0] for row in rows}
     cells = [cell for name in spec.names() for cell in spec.load(name).cells.values()]
-    print(f"ok: {len(rows)} figures of {len(works)} works, and {counted(len(cells), 'task')} of protocols")
+    figures, tasks = counted(len(rows), "figure"), counted(len(cells), "task")
+    print(f"ok: {figures} of {counted(len(works), 'work')}, and {tasks} of protocols")
 
 
 def show(folder: Path) -> int:
-    """Print the lines that differ and the counts. Return 1 if a line differs, else 0."""
+    """Print the lines of a folder of recordings that differ, and the counts. Return 1 if a line differs, else 0.
+
+    Raises:
+        UserError: the folder has no recordings, or one of them is invalid.
+    """
+    outcomes = replay(folder)
     try:
         print(f"packages: {packages.install()}", file=sys.stderr)
     except UserError as error:  # lines that need none are compared all the same
-        print(error, file=sys.stderr)
+        print(f"{error} Lines that need these packages fail.", file=sys.stderr)
     print(programs.notice(), file=sys.stderr)
     passed = failed = 0
-    for outcome in replay(folder):
+    for outcome in outcomes:
         passed, failed = passed + (not outcome.wrong), failed + bool(outcome.wrong)
         if outcome.wrong:
             print(f"{outcome.name}: {', '.join(outcome.wrong)}")

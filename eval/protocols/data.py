@@ -1,6 +1,7 @@
 """Documents of the hub's data sets, or of local files in the same schema."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,32 +18,47 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "humaneval": ("prompt", "test", "entry_point"),
     "mbpp": ("text", "test_list"),
 }
+NEEDS = {"answer": ("#### ", "#### "), "solution": (r"\\f?box", r"\boxed{...}")}  # what graders look for in a field
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 def load(kind: str, data: Data, split: str, given: str | None) -> list[Document]:
     """Return the documents of a split.
 
-    `split` is `test` or `train`. `given` is a file with this split's documents, or a folder with a file for each split,
-    in place of the hub's. The folder may have a folder for each kind.
+    Args:
+        kind: the kind of data set, a key of `FIELDS`.
+        data: the data set of the hub.
+        split: the name of the split, for example `test` or `train`.
+        given: None, or a path in place of the hub's data set. A file has the documents of the split with the questions.
+            A folder has a file or more for each split, in a folder named after `kind` or one for each subset, if any.
 
     Raises:
         UserError: the documents cannot be read, or lack a field. If they are not on this machine and the hub cannot be
             reached, the message has the command that downloads them.
     """
-    found = _of_hub(data, split) if given is None else _of_files(kind, given, split)
+    found = _of_hub(data, split) if given is None else _of_files(kind, data, given, split)
     where = data.path if given is None else f"task.data={given}"
     for number, document in enumerate(found, 1):
-        lacking = [field for field in FIELDS[kind] if field not in document]
-        if lacking:
-            have = ", ".join(document)
-            raise UserError(
-                "example-invalid",
-                f"{where}: document {number} lacks `{lacking[0]}` (it has {have}). Name other task.data.",
-            )
+        check(kind, document, f"{where}: document {number} of split {split}")
     if not found:
-        raise UserError("samples-missing", f"{where} has no documents in split {split}. Name other task.data.")
+        raise UserError("samples-missing", f"{where} has no documents of split {split}. Name other task.data.")
     return found
+
+
+def check(kind: str, document: Document, where: str) -> None:
+    """Check that a document has the fields that prompts and grading read.
+
+    Raises:
+        UserError: a field is missing or invalid. The message begins with `where`.
+    """
+    for field in FIELDS[kind]:
+        value = document.get(field)
+        several = isinstance(value, list | tuple) and bool(value) and all(isinstance(one, str) for one in value)
+        pattern, form = NEEDS.get(field, ("", ""))
+        if not (several if field == "test_list" else isinstance(value, str) and re.search(pattern, value)):
+            what = "list of texts" if field == "test_list" else f"text with `{form}`" if form else "text"
+            have = f"its fields are {', '.join(map(str, document))}" if document else "it has no fields"
+            raise UserError("example-invalid", f"{where} has no {what} under `{field}` ({have}). Correct the data.")
 
 
 def _of_hub(data: Data, split: str) -> list[Document]:
@@ -53,30 +69,38 @@ def _of_hub(data: Data, split: str) -> list[Document]:
     except Exception as error:  # of the network, the hub, or the cache
         raise UserError(
             "hub-unreachable",
-            f"Cannot load the data set {data.path} from this machine or the hub ({first_line(error)}). Run"
-            f" `hf download --repo-type dataset {data.path}` where there is a network, or set task.data=FOLDER.",
+            f"Cannot load the data set {data.path} from this machine or the hub ({first_line(error)}). Run `hf download"
+            f" --repo-type dataset {data.path} --local-dir FOLDER` where there is a network, and set task.data=FOLDER.",
         ) from error
     return [dict(document) for part in parts for document in part]  # type: ignore[arg-type]
 
 
-def _of_files(kind: str, given: str, split: str) -> list[Document]:
+def _of_files(kind: str, data: Data, given: str, split: str) -> list[Document]:
     path = expanded("task.data", given)
     if not path.exists():
         raise UserError("file-missing", f"task.data={given} does not exist. Name a file or folder with the documents.")
     path = path / kind if (path / kind).is_dir() else path
     if path.is_dir():
-        files = [file for file in sorted(path.rglob(f"*{split}*")) if file.suffix in SUFFIXES]
+        folders = [path / subset for subset in data.subsets if subset and (path / subset).is_dir()] or [path]
+        found = [file for folder in folders for file in sorted(folder.rglob(f"*{split}*"))]
     else:
-        files = [path] if path.suffix in SUFFIXES else []
+        found = [path] if split == data.split else []
+    files = [file for file in found if file.suffix in SUFFIXES]
     if not files:
         raise UserError(
             "file-missing",
-            f"task.data={given} has no documents of split {split}. Name a folder with {split}.jsonl, json or parquet.",
+            f"task.data={given} has no documents of split {split}. Name a folder with {split}.jsonl, {split}.json or"
+            f" {split}.parquet.",
         )
-    return [document for file in files for document in _read(file)]
+    return [document for file in files for document in read(file)]
 
 
-def _read(file: Path) -> Sequence[Document]:
+def read(file: Path) -> Sequence[Document]:
+    """Return the documents in a file: Parquet, JSON lines if it ends in `.jsonl`, else a list in JSON.
+
+    Raises:
+        UserError: the file cannot be read, or does not have objects.
+    """
     if file.suffix == ".parquet":
         from datasets import Dataset
         from datasets.exceptions import DatasetGenerationError

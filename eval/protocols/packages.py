@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from dllm_sampler.errors import UserError, installing
+from dllm_sampler.host import files
+from dllm_sampler.host.paths import expanded
 
 FOLDER = "DLLM_SAMPLER_PROTOCOLS"  # an environment variable
 INSTALL = "python -m dllm_sampler.eval.protocols --install"
@@ -28,14 +30,14 @@ PINNED = {
 def folder() -> Path:
     """Return the folder of the packages: `$DLLM_SAMPLER_PROTOCOLS`, else one in the user's cache."""
     cache_home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get(FOLDER) or Path(cache_home) / "dllm_sampler" / "protocols").expanduser()
+    return expanded(FOLDER, os.environ.get(FOLDER) or Path(cache_home) / "dllm_sampler" / "protocols")
 
 
 def install() -> Path:
     """Install the packages that are missing with pip, without their dependencies. Return their folder.
 
     Raises:
-        UserError: pip failed.
+        UserError: pip failed, or the folder cannot be written.
     """
     for name, packages in PINNED.items():
         target = folder() / name
@@ -43,12 +45,14 @@ def install() -> Path:
             command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--upgrade", "--target", str(target)]
             done = subprocess.run([*command, *packages], capture_output=True, text=True)
             if done.returncode:
-                reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+                said = [line for line in done.stderr.strip().splitlines() if not line.startswith("[notice]")]
+                reason = (said or ["no reason given"])[-1]
                 raise UserError(
                     "package-missing",
-                    f"pip cannot install {' '.join(packages)} ({reason}). Correct the cause and rerun.",
+                    f"pip cannot install {' '.join(packages)} in {target} ({reason}). Correct the cause, or name"
+                    f" another folder in the environment variable {FOLDER}.",
                 )
-            (target / ".complete").touch()
+            files.write(target / ".complete", "")
     return folder()
 
 
@@ -78,7 +82,20 @@ def lm_eval_tasks() -> Path:
 
 @cache
 def _tree(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"))
+    return ast.parse(read(file))
+
+
+def read(file: Path) -> str:
+    """Return the text of a file that a protocol names.
+
+    Raises:
+        UserError: the file does not exist, or cannot be read.
+    """
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        text = f"The protocol names {file}, which cannot be read ({error.strerror})"
+        raise UserError("file-unreadable", f"{text}. Correct lm_eval or opencompass in the protocol's file.") from None
 
 
 def read_literal(file: Path, function: str) -> Any:
@@ -89,13 +106,17 @@ def read_literal(file: Path, function: str) -> Any:
 
 
 def read_template(file: Path) -> list[dict[str, str]]:
-    """Return the rounds of a template of OpenCompass, each with `role` and `prompt`. The file is not executed."""
+    """Return the rounds of a template of OpenCompass, each with `role` and `prompt`. The file is not executed.
+
+    Raises:
+        UserError: the file cannot be read, or has no rounds.
+    """
     for node in ast.walk(_tree(file)):
         if isinstance(node, ast.keyword) and node.arg == "round":
             assert isinstance(node.value, ast.List)
             calls = [call for call in node.value.elts if isinstance(call, ast.Call)]
             return [{str(one.arg): ast.literal_eval(one.value) for one in call.keywords} for call in calls]
-    raise ValueError(f"{file} has no rounds")
+    raise UserError("file-invalid", f"{file} has no rounds of a prompt. Correct opencompass in the protocol's file.")
 
 
 @cache
@@ -104,7 +125,9 @@ def load_definitions(file: Path, names: tuple[str, ...]) -> Mapping[str, Any]:
 
     Decorators and base classes are dropped, and so are imports that fail.
 
-    `names` includes the definitions that others of them call.
+    Args:
+        file: the path.
+        names: the definitions to return, with all of the file that they call.
     """
     space: dict[str, Any] = {"__name__": file.stem}
     for node in _tree(file).body:

@@ -9,10 +9,10 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from jinja2 import StrictUndefined
+from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import SandboxedEnvironment
 
-from dllm_sampler.errors import UserError, counted
+from dllm_sampler.errors import UserError, counted, first_line, short
 from dllm_sampler.eval.protocols import packages
 from dllm_sampler.eval.protocols.spec import Cell
 
@@ -53,9 +53,13 @@ _MINERVA = "Problem:\n{{problem}}\n\nSolution:"  # a function in lm-eval
 
 @cache
 def lm_eval_task(path: str) -> Mapping[str, Any]:
-    """Return the configuration of a task of lm-evaluation-harness."""
+    """Return the configuration of a task of lm-evaluation-harness.
+
+    Raises:
+        UserError: the harness is not installed, or has no such file.
+    """
     file = packages.lm_eval_tasks() / path
-    task = yaml.load(file.read_text(encoding="utf-8"), _Loader)
+    task = yaml.load(packages.read(file), _Loader)
     included = (
         lm_eval_task(str(file.parent.relative_to(packages.lm_eval_tasks()) / task["include"]))
         if "include" in task
@@ -84,8 +88,19 @@ def _as_0_4_8(example: Document) -> Document:
 
 
 def render(template: str, document: Document) -> str:
-    """Return a Jinja template filled with the fields of a document."""
-    return _JINJA.from_string(template).render(**document)
+    """Return a Jinja template filled with the fields of a document.
+
+    Raises:
+        UserError: the template is invalid, or uses a field that the document does not have.
+    """
+    try:
+        return _JINJA.from_string(template).render(**document)
+    except TemplateError as error:
+        raise UserError(
+            "config-invalid",
+            f"The protocol's template {short(repr(template))} cannot be filled ({first_line(error)}). The fields are"
+            f" {', '.join(document)}: correct prompt or prefix in the protocol's file.",
+        ) from None
 
 
 def question(cell: Cell, document: Document) -> str:

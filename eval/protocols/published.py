@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
+from io import StringIO
 
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, short
+from dllm_sampler.host.paths import expanded
 
 QUESTIONS = {"gsm8k": 1319, "minerva_math": 5000, "humaneval": 164, "mbpp": 500}  # of the whole test sets
 CACHES = (
@@ -63,6 +65,7 @@ class Figure:
 
 
 COLUMNS = [one.name for one in fields(Figure)]
+FILE = str(files("dllm_sampler.eval.protocols") / "published.csv")
 
 
 @cache
@@ -72,54 +75,69 @@ def figures() -> Sequence[Figure]:
     Raises:
         UserError: the file does not have its schema.
     """
-    text = (files("dllm_sampler.eval.protocols") / "published.csv").read_text(encoding="utf-8")
-    return parse(text)
+    return read(FILE)
 
 
-def parse(text: str) -> list[Figure]:
-    """Return the rows of a CSV file, each checked.
+def read(file: str) -> list[Figure]:
+    """Return the rows of a CSV file with the columns of `Figure`, in any order.
 
     Raises:
-        UserError: a row does not have the schema. The message has its line.
+        UserError: the file cannot be read, or a row does not have the schema. The message has its line.
     """
-    reader = csv.DictReader(text.splitlines())
-    if sorted(reader.fieldnames or ()) != sorted(COLUMNS):
-        raise UserError("file-invalid", f"The file's columns are {reader.fieldnames}. Write {', '.join(COLUMNS)}.")
+    try:
+        text = expanded("--check", file).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise UserError("file-unreadable", f"Cannot read {file} ({reason}). Name a CSV file in UTF-8.") from None
+    reader = csv.DictReader(StringIO(text, newline=""), strict=True)
     found, seen = [], set()
-    for number, row in enumerate(reader, 2):
-        wrong = _wrong(row)
-        key = tuple(row.items())
-        if wrong or key in seen:
-            raise UserError(
-                "file-invalid", f"line {number}: {wrong or 'the row is a duplicate'}. Correct or remove the row."
-            )
-        seen.add(key)
-        numbers = {name: float(row[name]) if row[name] else None for name in NUMBERS}
-        found.append(Figure(**{**row, **numbers}))  # type: ignore[arg-type]
+    try:
+        if sorted(reader.fieldnames or ()) != sorted(COLUMNS):
+            have = f"the columns {', '.join(reader.fieldnames)}" if reader.fieldnames else "no columns"
+            raise UserError("file-invalid", f"{file} has {short(have)}. Write {', '.join(COLUMNS)} in its first line.")
+        for row in reader:
+            wrong = _wrong(row)
+            key = tuple(row.items())
+            if wrong or key in seen:
+                where, wrong = f"{file} line {reader.line_num}", wrong or "an earlier row is the same"
+                raise UserError("file-invalid", f"{where}: {wrong}. Correct or remove the row.")
+            seen.add(key)
+            numbers = {name: float(row[name]) if row[name] else None for name in NUMBERS}
+            found.append(Figure(**{**row, **numbers}))  # type: ignore[arg-type]
+    except csv.Error as error:
+        raise UserError(
+            "file-invalid", f"{file} line {reader.reader.line_num} is not CSV ({error}). Correct it."
+        ) from None
     return found
 
 
 def _wrong(row: Mapping[str, str]) -> str:
     """Return a clause about the first mistake in a row. Returns "" if it has none."""
     if None in row or None in row.values():
-        return "it has another number of cells than the head"
+        return f"the row does not have {len(COLUMNS)} cells"
     for name in ("model", "method", "task", "source"):
         if not row[name].strip():
             return f"`{name}` is empty"
     for name in NUMBERS:
         if row[name] and not re.fullmatch(r"\d+(\.\d+)?", row[name]):
-            return f"`{name}` is {row[name]!r} and should be a number"
-    for name, form in (("shots", r"\d*"), ("gen_length", r"\d*"), ("block_length", r"\d*|full")):
+            return f"`{name}` is {row[name]!r}, not a number of digits and a point"
+    for name, form, what in (
+        ("shots", r"\d*", "a whole number"),
+        ("gen_length", r"\d*", "a whole number"),
+        ("block_length", r"\d*|full", "a whole number or full"),
+    ):
         if not re.fullmatch(form, row[name]):
-            return f"`{name}` is {row[name]!r} and should be a whole number"
+            return f"`{name}` is {row[name]!r}, not {what}"
     if row["accuracy"] and float(row["accuracy"]) > 100:
         return f"`accuracy` is {row['accuracy']}, more than 100 per cent"
+    if row["nfe"] and not float(row["nfe"]):
+        return f"`nfe` is {row['nfe']}, and an answer takes at least one forward"
     if not any(row[name] for name in NUMBERS):
-        return "it has no figure"
+        return f"{', '.join(NUMBERS[:-1])} and {NUMBERS[-1]} are all empty"
     if row["cache"] not in CACHES:
         return f"`cache` is {row['cache']!r}, not one of {', '.join(CACHES[1:])}"
     if row["metric"] and row["tps"] and not row["accuracy"]:
-        return "`metric` says what `accuracy` is, and there is none"
+        return "`accuracy` is empty, but `metric` names the metric of it"
     return ""
 
 

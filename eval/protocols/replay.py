@@ -9,9 +9,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from dllm_sampler.cli.inputs import records
+from dllm_sampler.cli.inputs import file_records
+from dllm_sampler.core.checks import is_real
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval.protocols import grading, prompts, spec
+from dllm_sampler.eval.protocols import data, grading, prompts, spec
 from dllm_sampler.eval.protocols.prompts import Document, Message, Prompt
 from dllm_sampler.eval.protocols.spec import Cell
 
@@ -20,6 +21,10 @@ END = "<|endoftext|>"
 _PIECE = re.compile(r"<\|[a-z_]+\|>|.", re.DOTALL)
 _BEGIN = {"dream": "<|beginoftext|>", "llada": "<|startoftext|>"}
 _LLADA = "<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>"
+MOST_DOCUMENTS = 100_000
+_SHARED = {"protocol": str, "variant": str, "task": str, "doc_id": int}
+_OPTIONAL: Mapping[str, Any] = {"doc": dict, "after_wrapper": str, "post_pass@1": (int, float)}
+_KINDS: Mapping[Any, str] = {str: "text", int: "whole number", (int, float): "number", dict: "object"}
 Line = Mapping[str, Any]
 
 
@@ -39,7 +44,7 @@ class _Letters:
 class Outcome:
     """The comparison of one recorded line.
 
-    name: the file and the number of the line; wrong: the fields that differ, empty if the line passes
+    name: the file and the number of the line; wrong: clauses on what differs, empty if the line passes
     """
 
     name: str
@@ -47,41 +52,64 @@ class Outcome:
 
 
 def replay(folder: Path) -> Iterator[Outcome]:
-    """Yield the outcome of every line of `prompts/*.jsonl` and `grading/*.jsonl`.
+    """Return the outcome of every line of `prompts/*.jsonl` and `grading/*.jsonl`. All files are read at once.
 
     Raises:
-        UserError: the folder has no such files, or one of them cannot be read.
+        UserError: the folder has no such files, or one of them is invalid.
     """
-    asked = _lines(folder / "prompts")
-    graded = _lines(folder / "grading")
+    asked = _lines(folder / "prompts", {"doc": dict})
+    graded = _lines(folder / "grading", {"raw_output": str, "metrics": dict})
     if not asked and not graded:
         raise UserError("file-missing", f"{folder} has no prompts/*.jsonl and no grading/*.jsonl. Name another folder.")
     train = folder / "prompts" / TRAIN
-    examples = json.loads(train.read_text(encoding="utf-8")) if train.exists() else []
-    yield from _replay_prompts(asked, examples, str(train))
+    examples = data.read(train) if train.exists() else []
+    for number, document in enumerate(examples, 1):
+        data.check("gsm8k", document, f"{train}: document {number}")
+    return _outcomes(asked, graded, examples, str(train))
+
+
+def _outcomes(
+    asked: Sequence[tuple[str, Line]], graded: Sequence[tuple[str, Line]], train: Sequence[Document], where: str
+) -> Iterator[Outcome]:
+    yield from _replay_prompts(asked, train, where)
     documents = {(line["task"], line["doc_id"]): line["doc"] for _, line in asked}
     documents |= {(line["protocol"], line["task"], line["doc_id"]): line["doc"] for _, line in asked}
     for name, line in graded:
         key = line["protocol"], line["task"], line["doc_id"]
         document = line.get("doc") or documents.get(key) or documents.get(key[1:])
         if document is None:
-            yield Outcome(name, [f"no document {key[2]} of {key[1]} in prompts/"])
+            yield Outcome(name, [f"no line in prompts/ has the document {key[2]} of task {key[1]}"])
         else:
             try:
-                yield Outcome(name, _compare_grade(_cell(line), document, line))
+                yield Outcome(name, _compare_grade(_cell(name, line), document, line))
             except UserError as error:  # a package is missing
                 yield Outcome(name, [str(error)])
 
 
-def _lines(folder: Path) -> list[tuple[str, Line]]:
+def _lines(folder: Path, fields: Mapping[str, type]) -> list[tuple[str, Line]]:
+    """Return the lines of the files of a folder, each after its place. Every line has `fields` with these types."""
     found: list[tuple[str, Line]] = []
     for file in sorted(folder.glob("*.jsonl")):
-        with file.open(encoding="utf-8") as lines:
-            found += records(lines, f"{folder.name}/{file.name}")
+        found += file_records("--replay", str(file))
+    needed = {**_SHARED, **fields}
+    for where, line in found:
+        if not isinstance(line, dict):
+            raise UserError("file-invalid", f"{where} is not a JSON object. Remove the line.")
+        for field, kind in {**_OPTIONAL, **needed}.items():
+            if (field in needed or field in line) and not isinstance(line.get(field), kind):
+                raise UserError("file-invalid", f"{where} has no {_KINDS[kind]} under `{field}`. Remove the line.")
+        if not 0 <= line["doc_id"] <= MOST_DOCUMENTS:
+            what = f"`doc_id` is {line['doc_id']}, not from 0 to {MOST_DOCUMENTS}"
+            raise UserError("file-invalid", f"{where}: {what}. Remove the line.")
+        if wrong := [name for name, value in line.get("metrics", {}).items() if not is_real(value)]:
+            raise UserError("file-invalid", f"{where}: the metric {wrong[0]} is not a number. Remove the line.")
+        _ = _cell(where, line)
+        if "doc" in line:
+            data.check(line["task"], line["doc"], where)
     return found
 
 
-def _cell(line: Line) -> Cell:
+def _cell(where: str, line: Line) -> Cell:
     """Return the cell of a line: its protocol, variant and kind of task, and the harness's task if that decides."""
     variant, task = f"{line['protocol']}/{line['variant']}", str(line.get("lm_eval_task")).replace("_", "-")
     for name in spec.names():
@@ -90,18 +118,18 @@ def _cell(line: Line) -> Cell:
         named = [cell for cell in cells if Path(cell.lm_eval or "").stem.replace("_", "-") == task]
         if cells:
             return (named or cells)[0]
-    raise UserError("file-invalid", f"No protocol has {variant} with task {line['task']}. Remove these lines.")
+    raise UserError("file-invalid", f"{where}: no protocol has {variant} with task {line['task']}. Remove the line.")
 
 
 def _replay_prompts(asked: Sequence[tuple[str, Line]], train: Sequence[Document], where: str) -> Iterator[Outcome]:
     runs: dict[tuple[str, str], list[tuple[str, Line]]] = defaultdict(list)
     for name, line in asked:
-        cell = _cell(line)
+        cell = _cell(name, line)
         runs[cell.variant, cell.task].append((name, line))
     for lines in runs.values():
         documents: dict[int, Document] = {line["doc_id"]: line["doc"] for _, line in lines}
         known = next(iter(documents.values()))  # stands in for documents that are not recorded: their draws count
-        cell = _cell(lines[0][1])
+        cell = _cell(*lines[0])
         try:
             every = [documents.get(one, known) for one in range(max(documents) + 1)]
             built = list(prompts.build(cell, every, train, where))
@@ -118,7 +146,7 @@ def _compare_prompt(cell: Cell, prompt: Prompt, line: Line) -> list[str]:
     given = ("" if not cell.bos else _BEGIN[family]) + written
     ours = {"messages": prompt.messages, "until": prompts.stop_strings(cell), "model_input": given}
     ours["request"] = written if cell.chat.startswith("lm-eval") else prompt.text
-    return [name for name in ours if not _same(name, ours[name], line)]
+    return [f"`{name}` differs" for name in ours if not _same(name, ours[name], line)]
 
 
 def _same(name: str, ours: Any, line: Line) -> bool:
@@ -142,16 +170,18 @@ def _chat(family: str, messages: Sequence[Message], continues: bool) -> str:
 def _compare_grade(cell: Cell, document: Document, line: Line) -> list[str]:
     letters: Any = _Letters()
     text, _ = prompts.cut_answer(cell, letters(line["raw_output"])["input_ids"], letters)
-    wrong = [] if text == line.get("after_wrapper", text) else ["after_wrapper"]
+    wrong = [] if text == line.get("after_wrapper", text) else ["`after_wrapper` differs"]
     ours = grading.grade(cell, document, line.get("after_wrapper", text))
     expected = {**line["metrics"]}
     if "post_pass@1" in line:
         expected[grading.SCRIPT] = line["post_pass@1"]
     if "extracted" in line and line["extracted"] != ours.extracted:
-        wrong.append("extracted")
+        wrong.append("`extracted` differs")
     if "post_code" in line and line["post_code"] != ours.script:
-        wrong.append("post_code")
-    wrong += [name for name, value in expected.items() if float(value) != ours.metrics.get(name)]
+        wrong.append("`post_code` differs")
+    wrong += [
+        f"the metric {name} differs" for name, value in expected.items() if float(value) != ours.metrics.get(name)
+    ]
     if cell.published not in ours.metrics:
-        wrong.append(f"published ({cell.published})")
+        wrong.append(f"the published metric {cell.published} is missing")
     return wrong

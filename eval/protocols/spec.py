@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, Literal
 
 from dllm_sampler import config
 from dllm_sampler.cli import user_files
-from dllm_sampler.errors import unknown
+from dllm_sampler.core.checks import check_count
+from dllm_sampler.errors import UserError, invalid, unknown
 
 GROUP = "suite/protocol"
 
@@ -19,14 +20,11 @@ class Data:
     """A data set of the hub.
 
     path: its name; subsets: its configurations, one after the other; split: the split with the questions
-    first, stop: the range of rows that are used
     """
 
     path: str
-    subsets: Sequence[str | None] = (None,)
+    subsets: list[str | None] = field(default_factory=lambda: [None])
     split: str = "test"
-    first: int = 0
-    stop: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +80,7 @@ class Cell:
     chat: Literal["none", "wrapper-turn", "lm-eval-turn", "lm-eval-turns", "opencompass-turns"] = "none"
     bos: bool = False
     keep: int | None = None
-    until: Sequence[str] | None = None
+    until: list[str] | None = None
     escape: bool = False
     answer: Literal["cut-with-special-tokens", "cut-without-special-tokens", "cut-at-end-token"]
     extract: Literal[
@@ -94,7 +92,18 @@ class Cell:
     tokens: Literal["cut-text-again", "whole-row", "generated", "canvas"]
     skip: int = 0
     length: int
-    settings: Sequence[str] = field(default_factory=tuple)
+    settings: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parts:
+    """The fields of a protocol's file, or of a variant in it, that are not fields of `Cell`."""
+
+    tasks: dict[str, dict[str, Any] | None] = field(default_factory=dict)
+    variants: dict[str, dict[str, Any] | None] = field(default_factory=dict)
+    methods: dict[str, list[str] | dict[str, list[str]]] = field(default_factory=dict)
+    models: list[str] = field(default_factory=list)
+    only: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,7 +130,7 @@ class Protocol:
         """Return the words of a method: those of all tasks, then those of a task, which replace them."""
         given = self.methods[variant][method]
         if isinstance(given, Mapping):
-            return [list(given["all"]), list(given.get(task, ()))]
+            return [list(given.get("all", ())), list(given.get(task, ()))]
         return [list(given)]
 
     def tasks(self, variant: str) -> list[str]:
@@ -139,25 +148,62 @@ def load(name: str) -> Protocol:
     """Return a protocol: a packaged one, or the user's of `./conf/suite/protocol`.
 
     Raises:
-        UserError: no protocol has this name, or its file has an unknown field or value.
+        UserError: no protocol has this name, or its file has an unknown field, a wrong value, or lacks a field.
     """
-    whole = dict(user_files.entry(GROUP, name).settings)
-    base, variants = whole.pop("tasks"), whole.pop("variants")
-    shared = whole.pop("methods", {})
+    owner, whole = f"suite=protocol/{name}", {}
+    if name in user_files.choices(GROUP):
+        whole = dict(user_files.entry(GROUP, name).settings)
+    if "variants" not in whole:  # a file of a plain suite
+        raise unknown("protocol", name, [*names(), *user_files.own(GROUP)])
+    shared = _take(owner, whole)
     whole.pop("evidence", None)  # for readers of the file
     cells, models, methods = {}, {}, {}
-    for variant, given in variants.items():
-        rest = dict(given)
-        models[variant], own = rest.pop("models", []), rest.pop("tasks", {})
-        methods[variant] = rest.pop("methods", shared)
-        for task in own if rest.pop("only", False) else dict.fromkeys([*base, *own]):
-            said = {**whole, **base.get(task, {}), **rest, **(own.get(task) or {})}
+    for variant, given in shared.variants.items():
+        rest = dict(given or {})
+        own = _take(f"{owner}, {variant}", rest)
+        models[variant], methods[variant] = own.models, own.methods or shared.methods
+        for task in own.tasks if own.only else dict.fromkeys([*shared.tasks, *own.tasks]):
+            said = {**whole, **(shared.tasks.get(task) or {}), **rest, **(own.tasks.get(task) or {})}
             cells[variant, task] = _cell(name, variant, task, said)
+        for what, found in (("methods", methods[variant]), ("tasks", [cell for cell in cells if cell[0] == variant])):
+            if not found:
+                raise UserError("config-invalid", f"{owner}, {variant} has no {what}. Add one.")
+    if not models:
+        raise UserError("config-invalid", f"{owner} has no variants. Add one.")
     return Protocol(cells, models, methods)
+
+
+def _take(owner: str, given: dict[str, Any]) -> _Parts:
+    """Remove the fields of `_Parts` from those of a file or a variant, and return them."""
+    found = {one.name: given.pop(one.name, None) for one in fields(_Parts)}
+    said = {name: value for name, value in found.items() if value is not None}
+    parts = _Parts(**config.check(owner, _Parts, said, path=f"{owner}: "))
+    for name, method in parts.methods.items():
+        each = [word for words in method.values() for word in words] if isinstance(method, Mapping) else method
+        _check_words(f"{owner}: methods.{name}", each)
+    return parts
+
+
+def _check_words(what: str, words: Sequence[str]) -> None:
+    for word in words:
+        if "=" not in word:
+            raise UserError("config-invalid", f"{what} has the word {word!r}, which is not NAME=VALUE. Correct it.")
 
 
 def _cell(name: str, variant: str, task: str, said: Mapping[str, Any]) -> Cell:
     owner = f"suite=protocol/{name}, {variant}, {task}"
-    data = Data(**config.check(f"{owner}: data", Data, said.get("data", {}), whole=True))
+    given = said.get("data", {})
+    if not isinstance(given, Mapping):
+        raise invalid(f"{owner}: data", given, "Set a mapping as {path: NAME}", "option-type")
+    data = Data(**config.check(f"{owner}: data", Data, given, whole=True))
     values = {"kind": task, **said, "variant": variant, "task": task, "data": data}
-    return Cell(**config.check(owner, Cell, values, whole=True))
+    cell = Cell(**config.check(owner, Cell, values, whole=True))
+    for what, value, least in (("shots", cell.shots, 0), ("skip", cell.skip, 0), ("length", cell.length, 1)):
+        check_count(f"{owner}: {what}", value, least)
+    check_count(f"{owner}: keep", cell.keep, optional=True)
+    _check_words(f"{owner}: settings", cell.settings)
+    if (cell.lm_eval is None) == (cell.opencompass is None):
+        raise UserError("config-invalid", f"{owner} does not have exactly one of lm_eval and opencompass. Set one.")
+    if cell.wrap is not None and "{request}" not in cell.wrap:
+        raise UserError("config-invalid", f"{owner}: wrap has no {{request}}. Add it.")
+    return cell

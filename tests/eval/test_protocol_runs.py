@@ -188,6 +188,7 @@ def test_a_file_without_the_fields_is_refused(tmp_path) -> None:
         ("test.json", '{"question": "a"}', "file-invalid: test.json, [{...}, ...]"),
         ("test.jsonl", '{"question": "a", "answer": "1"}\n[1]\n', "file-invalid: test.jsonl line 2"),
         ("test.jsonl", '{"question": "a", "answer": "1"}\n{"a" 1}\n', "json-invalid: test.jsonl line 2, column 6"),
+        ("test.jsonl", '{"question": "a", "answer": 1}\n', "example-invalid: document 1 of split test, answer"),
     ],
 )
 def test_documents_that_cannot_be_read(tmp_path: Path, file: str, text: str, error: str) -> None:
@@ -196,6 +197,17 @@ def test_documents_that_cannot_be_read(tmp_path: Path, file: str, text: str, err
         data.load(
             "gsm8k", spec.load("fast-dllm").cells["fast-dllm-llada/instruct", "gsm8k"].data, "test", str(tmp_path)
         )
+
+
+def test_a_downloaded_folder_has_the_subset_of_the_protocol(tmp_path: Path) -> None:
+    for subset in ("main", "socratic"):
+        (tmp_path / subset).mkdir()
+        row = {"question": subset, "answer": "#### 1"}
+        (tmp_path / subset / "test-0.jsonl").write_text(json.dumps(row) + "\n")
+    gsm8k = spec.load("fast-dllm").cells["fast-dllm-llada/instruct", "gsm8k"].data
+    assert [one["question"] for one in data.load("gsm8k", gsm8k, "test", str(tmp_path))] == ["main"]
+    with refused("file-missing: split train, train.jsonl"):  # a file of questions is no source of examples
+        data.load("gsm8k", gsm8k, "train", str(tmp_path / "main" / "test-0.jsonl"))
 
 
 def test_data_that_is_not_here_is_named_with_a_command(monkeypatch) -> None:
@@ -215,6 +227,34 @@ def test_a_protocol_of_the_users_own(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (line,) = lines(["suite=protocol/mine", "task=gsm8k", "model=mini"])
     assert {"task.protocol=mine", "task.variant=mine/all", "max_new_tokens=64"} <= set(line)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "refusal"),
+    [
+        ("tasks:", "tasks: 3 #", "option-type: suite=protocol/mine: tasks=3"),
+        ("variants:", "variants: {} #", "config-invalid: suite=protocol/mine, no variants"),
+        ("methods:", "methods: {a: [scheduler]} #", "config-invalid: methods.a, 'scheduler'"),
+        ("length: 1024", "length: 0", "option-range: gsm8k: length=0"),
+        ("lm_eval: gsm8k/gsm8k.yaml", "lm_eval: gone.yaml", "file-unreadable: gone.yaml"),
+        ("shots: 5, extract: lm-eval", "shots: 5, extract: raw", "config-invalid: extract=raw, gsm8k"),
+        ('"exact_match,flexible-extract"', "none", "choice-unknown: 'none', exact_match"),
+    ],
+)
+def test_mistakes_in_a_protocol_of_the_users_own(old, new, refusal, tmp_path, monkeypatch) -> None:
+    packaged = Path(str(files("dllm_sampler.conf"))) / "suite" / "protocol" / "llada-lm-eval.yaml"
+    (tmp_path / "conf" / "suite" / "protocol").mkdir(parents=True)
+    head, found, rest = packaged.read_text().partition(old)
+    assert found
+    if new.endswith("#"):  # in place of the whole block
+        rest = "\n" + "\n".join(
+            line for line in rest.splitlines()[1:] if line[:1] not in (" ", "#") or not line.strip()
+        )
+    (tmp_path / "conf" / "suite" / "protocol" / "mine.yaml").write_text(head + new + rest)
+    monkeypatch.chdir(tmp_path)
+    spec.load.cache_clear()
+    with refused(refusal):
+        jobs(["suite=protocol/mine", "task=gsm8k", "model=mini"])
 
 
 def test_the_folder_of_packages_can_be_named(monkeypatch, tmp_path) -> None:

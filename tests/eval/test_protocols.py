@@ -51,6 +51,25 @@ def test_a_line_that_differs_fails(tmp_path):
     assert [bool(outcome.wrong) for outcome in replay(folder)] == [True, True, True, False]
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (3, "prompts/a.jsonl line 1 is not a JSON object"),
+        ({"doc_id": None}, "prompts/a.jsonl line 1 has no whole number under `doc_id`"),
+        ({"doc_id": -1}, "prompts/a.jsonl line 1: `doc_id` is -1"),
+        ({"variant": "x"}, "prompts/a.jsonl line 1: no protocol has fast-dllm-llada/x"),
+        ({"doc": {"question": "How many?"}}, "prompts/a.jsonl line 1 has no text with `#### ` under `answer`"),
+    ],
+)
+def test_a_recording_that_is_invalid_is_named_before_pip_runs(line, message, tmp_path, capsys):
+    row = next(row for row in lines("prompts/recorded.jsonl") if row["protocol"] == "fast-dllm-llada")
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / "prompts/a.jsonl").write_text(json.dumps({**row, **line} if isinstance(line, dict) else line))
+    assert main(["--replay", str(tmp_path)]) == 2
+    shown = capsys.readouterr().err
+    assert message in shown and "packages" not in shown
+
+
 @pytest.mark.slow
 def test_replay_command(monkeypatch, capsys):
     try:

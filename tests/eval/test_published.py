@@ -123,6 +123,18 @@ def test_the_table_has_its_schema(capsys) -> None:
     assert capsys.readouterr().out.startswith("ok: 788 figures of 13 works")
 
 
+def written(folder: Path, text: str) -> str:
+    file = folder / "figures.csv"
+    file.write_text(text, encoding="utf-8")
+    return str(file)
+
+
+@pytest.mark.parametrize("file", ["gone", "tests"])
+def test_a_table_that_cannot_be_read_is_named(file, capsys) -> None:
+    assert main(["--check", file]) == 2
+    assert f"Cannot read {file} (" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("old", "new", "refusal"),
     [
@@ -132,18 +144,20 @@ def test_the_table_has_its_schema(capsys) -> None:
         ("74.1", "about 74", "file-invalid: line 2, accuracy, about 74"),
         ("Qwen2.5-7B-Instruct", "", "file-invalid: line 2, model"),
         (",0,256,", ",none,256,", "file-invalid: line 2, shots"),
+        ("74.1,", "74.1,0", "file-invalid: line 2, nfe"),
+        ("Qwen2.5-7B-Instruct", '"', "file-invalid: not CSV"),
     ],
 )
-def test_a_damaged_table_is_named_with_its_line(old, new, refusal) -> None:
+def test_a_damaged_table_is_named_with_its_line(old, new, refusal, tmp_path) -> None:
     text = TABLE.read_text(encoding="utf-8").replace(old, new, 1)
     with refused(refusal):
-        published.parse(text)
+        published.read(written(tmp_path, text))
 
 
-def test_a_row_twice_is_named() -> None:
+def test_a_row_twice_is_named(tmp_path) -> None:
     head, first, *_ = TABLE.read_text(encoding="utf-8").splitlines()
     with refused("file-invalid: line 3"):
-        published.parse("\n".join([head, first, first]))
+        published.read(written(tmp_path, "\n".join([head, first, first])))
 
 
 def test_aup_of_the_published_table_is_that_of_its_owners() -> None:
