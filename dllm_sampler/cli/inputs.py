@@ -16,7 +16,7 @@ from dllm_sampler.cli.compose import Settings, settings
 from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.words import Arguments
 from dllm_sampler.core.checks import is_whole
-from dllm_sampler.errors import UserError, short
+from dllm_sampler.errors import UserError, as_typed, short
 from dllm_sampler.host.paths import expanded
 
 Prompt = str | list[int] | list[dict[str, str]]  # text (in which there may be gaps), token ids, or chat messages
@@ -50,10 +50,8 @@ def request(arguments: Arguments) -> Request:
     pipe = None if terminal else sys.stdin
     given, forms = read(arguments.prompts, options.prompts_file, pipe, options.infill is None)
     if forms is not None and options.forms is not None:
-        raise UserError(
-            "options-conflict",
-            f"forms= and {options.prompts_file} both name forms. Remove forms=, or those in the file.",
-        )
+        both = f"forms={as_typed(options.forms)} and prompts_file={options.prompts_file}"
+        raise UserError("options-conflict", f"{both} both name forms. Remove one of them.")
     return Request(chosen, given, forms)
 
 
@@ -256,7 +254,7 @@ def _json(line: str, where: str) -> Any:
     except ValueError as error:
         if line.rstrip()[-1:] in ("{", "[", ","):
             raise UserError("json-invalid", f"{where} ends inside a value. Write each value on one line.") from None
-        reason = str(error)
+        reason = "a number has too many digits"
         if isinstance(error, json.JSONDecodeError):
             reason = f"{error.msg}, column {error.colno}"
         raise UserError("json-invalid", f"{where} is not JSON ({reason}). Correct it.") from None
@@ -271,8 +269,13 @@ def prompt(record: Any, where: str) -> Prompt:
     """
     if isinstance(record, str):
         return record
-    if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
-        raise UserError("prompt-missing", f'{where} has not exactly one of "prompt" and "messages". Give one of them.')
+    if not isinstance(record, dict):
+        way = 'Write one value on each line, for example {"prompt": "copy: Ada"}'
+        raise UserError("prompt-missing", f"{where} is neither a text nor an object. {way}.")
+    if "prompt" in record and "messages" in record:
+        raise UserError("prompt-missing", f'{where} has both "prompt" and "messages". Remove one of them.')
+    if "prompt" not in record and "messages" not in record:
+        raise UserError("prompt-missing", f'{where} has neither "prompt" nor "messages". Add one of them.')
     if "messages" in record:
         return _messages(record["messages"], where)
     given = record["prompt"]

@@ -12,7 +12,7 @@ from rich.console import Console
 from dllm_sampler.cli import help as pages
 from dllm_sampler.cli import run
 from dllm_sampler.cli.compose import GROUPS, SEVERAL, Settings, settings
-from dllm_sampler.cli.inputs import check_length, check_target
+from dllm_sampler.cli.inputs import check_length
 from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.terminal import show
 from dllm_sampler.cli.words import guides, is_flag, is_override, spelled_out, split
@@ -31,7 +31,8 @@ _NAMES = "|".join([*GROUPS, *Options.__dataclass_fields__])
 _SETTING = re.compile(rf"(?:\+\+?|~)?(?:{_NAMES})(?:[.@][\w./@-]*)?=")
 _BETWEEN = re.compile(rf"\s+(?={_SETTING.pattern})")
 _ENDINGS = ("quit", "exit")
-_ELSEWHERE = ("target", "prompts_file", "output")  # settings of a command line with prompts
+# Settings of a command line with prompts.
+_ELSEWHERE = ("target", "draft_length", "draft_scheduled", "separator", "prompts_file", "output", "resume")
 
 
 def ask() -> str:
@@ -117,16 +118,13 @@ class Session:
         check_length(words)
         overrides = merged(self.overrides, words)
         overrides = [word for word in overrides if not _idle(word, overrides)]
+        for word in overrides:
+            if _name(word) in _ELSEWHERE:
+                way = f"Restart dllm-sample with {word} and a prompt"
+                raise UserError("option-not-applicable", f"{word} does not work in a session. {way}.")
         said = any(word.startswith(("stream=", "particles=")) for word in overrides)
         shown = [] if said else ["stream=true"]
         chosen = settings([*overrides, *shown])
-        for name in _ELSEWHERE:
-            if getattr(chosen.options, name) is not None:
-                raise UserError(
-                    "option-not-applicable",
-                    f"{name}= does not work in a session. Restart dllm-sample with {name}= and a prompt.",
-                )
-        check_target(chosen.options, overrides)
         # Reuse the loaded model if it is the same: loading may take minutes.
         same = self.chosen is not None and _weights(chosen) == _weights(self.chosen)
         sampler = run.load(chosen, self.sampler if same else None)

@@ -145,7 +145,8 @@ class Records:
                 raise ValueError
             settings, prompt = found.get("settings"), found["prompt"]
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise UserError("file-invalid", f"{where} is not a sample. Remove the line.") from None
+            way = "Remove the line, or name another output="
+            raise UserError("file-invalid", f"{where} is not a sample. {way}.") from None
         if settings != self.settings or not 0 <= sample < self.samples:
             raise UserError(
                 "run-differs", f"{where} was made with other settings. Give the same settings, or another output=."
@@ -164,7 +165,7 @@ class Records:
         """
         written = len(self.there) + self.lines.count
         if written == total:
-            return f"{self.path} has all {counted(total, 'sample')}"
+            return f"{self.path} is complete ({counted(total, 'sample')})"
         if not written:
             return f"no sample was done yet, and {self.path} is as it was: the same command starts over"
         said = f"{self.path} has {written} of {total} samples"
@@ -241,12 +242,12 @@ def _rows(result: Result | Speculation, row: int) -> dict[str, object]:
 # The note in the summary for each reason that an answer is incomplete.
 SHORT = {
     "length": "cut at max_new_tokens",
-    "unended": "no end token on the canvas that the scheduler has made",
+    "unended": "cut at the end of the canvas, whose length the scheduler chose",
     "max_steps": "stopped at max_steps",
     "idle": "no token was committed. Check the scheduler: python -m dllm_sampler.check scheduler=NAME",
     "constraint": "nothing that the guide allows was left to commit",
     "stopped": "cut at a stop string before it had the guide's form",
-    "invalid": "complete, and not of the guide's form",
+    "invalid": "complete, but not of the guide's form",
 }
 
 

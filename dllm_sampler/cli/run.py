@@ -364,7 +364,7 @@ def _interrupted(commits: Commits, sampler: Sampler, file: TextIO) -> None:
         missing += sum(masked[:end])
         show(render(tokens[:end], masked[:end], steps[:end], sampler.tokenizer).plain, file)
     were = "was" if missing == 1 else "were"
-    print(f"stopped in step {commits.step}: {counted(missing, 'token')} {were} not written yet", file=sys.stderr)
+    print(f"stopped in step {commits.step}: {counted(missing, 'token')} {were} not committed yet", file=sys.stderr)
 
 
 def _in_flight(
@@ -413,7 +413,7 @@ def _in_flight(
                     yield number, Result.stack([one]), seconds
             left = {number // samples + 1 for number in (following, *order) if number not in early}
             if following >= 0:
-                print(f"stopped: no answer to prompt {listed(sorted(left))}", file=sys.stderr)
+                print(f"stopped: no answer to prompt{'s' * (len(left) > 1)} {listed(sorted(left))}", file=sys.stderr)
             raise
         if bad is not None:
             raise bad

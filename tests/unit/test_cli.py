@@ -34,7 +34,7 @@ def test_an_answer_on_a_canvas_that_the_scheduler_has_made(
     settings = ["scheduler=rho_eos", "scheduler.initial=1", "scheduler.low=0", "scheduler.high=0", "stop=none"]
     assert main([*words, "copy: Ada", *settings]) == 0
     short, figures = capsys.readouterr().err.splitlines()
-    assert short == "the answer: no end token on the canvas that the scheduler has made"
+    assert short == "the answer: cut at the end of the canvas, whose length the scheduler chose"
     assert figures.startswith("1 sample, ")
 
 
@@ -215,7 +215,8 @@ def test_wrong_input(words: list[str], wrong: list[str], message: str, capsys: p
     [
         ("{", "b.jsonl line 2 ends inside a value. Write each value on one line."),
         ("{]", "b.jsonl line 2 is not JSON"),
-        ("{}", "b.jsonl line 2 has not exactly one of"),
+        ("{}", 'b.jsonl line 2 has neither "prompt" nor "messages"'),
+        ("3", "b.jsonl line 2 is neither a text nor an object"),
         ('{"prompt": "a", "messages": []}', "line 2"),
         ("[1, 2]", "line 2"),
         ('{"prompt": 3}', 'line 2: "prompt" is neither text nor token ids'),

@@ -193,7 +193,7 @@ def test_ctrl_c_says_how_to_go_on(
     assert records("o.jsonl") == records("whole.jsonl")
     assert main([*words, "output=o.jsonl", "resume=true"]) == 0
     out, err = capsys.readouterr()
-    assert out == "" and err == "o.jsonl has all 8 samples\n"
+    assert out == "" and err == "o.jsonl is complete (8 samples)\n"
 
 
 @few("more", [["samples=2"], ["samples=2", "stream=true"]])
@@ -208,7 +208,7 @@ def test_a_killed_run_is_resumed_after_any_byte(
         Path("o.jsonl").write_bytes(data[:cut])
         assert main([*words, "output=o.jsonl", "resume=true", "batch_size=2"]) == 0
         assert records("o.jsonl") == whole
-        assert f"o.jsonl has all {len(whole)} samples" in capsys.readouterr().err or cut < 2
+        assert f"o.jsonl is complete ({len(whole)} samples)" in capsys.readouterr().err or cut < 2
 
 
 def test_more_prompts_are_answered_and_others_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -406,7 +406,7 @@ def test_nan_keeps_what_was_done(
     assert main([*words, "copy: Ada", "max_new_tokens=8"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert "not written yet" in err
+    assert "not committed yet" in err
     assert "NaN" in err
 
 

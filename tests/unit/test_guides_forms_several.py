@@ -178,7 +178,7 @@ def test_prompts_with_forms(
             ["copy: Max", "prompts_file=a.jsonl"],
             'prompt 1 names no form, but other prompts do. Give "form" for all prompts',
         ),
-        (["forms=1", "prompts_file=a.jsonl"], "forms= and a.jsonl both name forms"),
+        (["forms=1", "prompts_file=a.jsonl"], "forms=1 and prompts_file=a.jsonl both name forms"),
         (["copy: Max", "forms=[0,1]"], "forms=[0, 1] has 2 numbers, and there is 1 prompt"),
     ):
         assert main([*words, *given]) == 2 and said in capsys.readouterr().err
