@@ -38,7 +38,7 @@ class Temperature(_Rewrite):
     value: float = 1.0
 
     def __post_init__(self) -> None:
-        check_number("temperature", self.value, finite=True)
+        check_number("guide.temperature.value", self.value, finite=True)
 
     @property
     @override
@@ -69,7 +69,7 @@ class TopK(_Rewrite):
     k: int = 50
 
     def __post_init__(self) -> None:
-        check_count("top_k", self.k)
+        check_count("guide.top_k.k", self.k)
 
     @override
     def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
@@ -91,7 +91,7 @@ class TopP(_Rewrite):
     p: float = 0.95
 
     def __post_init__(self) -> None:
-        check_positive("top_p", self.p, "a probability", most=1)
+        check_positive("guide.top_p.p", self.p, "a probability", most=1)
 
     @override
     def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:

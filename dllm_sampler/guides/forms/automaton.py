@@ -53,7 +53,12 @@ class Automaton:
 
 
 def build_all(
-    patterns: Sequence[str], tokens: Sequence[bytes], vocab: int, end_ids: tuple[int, ...], mask_id: int | None
+    patterns: Sequence[str],
+    tokens: Sequence[bytes],
+    vocab: int,
+    end_ids: tuple[int, ...],
+    mask_id: int | None,
+    names: Sequence[str] | None = None,
 ) -> tuple[Automaton, ...]:
     """Build the automata of regular expressions, or load those that were built before.
 
@@ -62,27 +67,28 @@ def build_all(
         vocab: V of the model.
         end_ids: tokens that end an answer.
         mask_id: token that is never chosen. None if every token may be.
+        names: names of the patterns in errors. By default the patterns in quotes.
 
     Raises:
         UserError: a pattern is not an expression, has no text, or is too large to build.
     """
     made, known = dict[str, ByteAutomaton](), tuple(tokens)
 
-    def make(pattern: str) -> ByteAutomaton:
-        return made[pattern] if pattern in made else byte_automaton(pattern)
+    def make(pattern: str, name: str) -> ByteAutomaton:
+        return made[pattern] if pattern in made else byte_automaton(pattern, name)
 
     recipes: dict[str, Recipe] = {}
-    for pattern in patterns:
+    for pattern, name in zip(patterns, names or map(quoted, patterns), strict=True):
         size = len(pattern.encode(errors="replace"))
         if size > BYTES:
             raise UserError(
                 "form-too-large",
-                f"The form {_short(pattern)} has {size} bytes as an expression, more than {BYTES}. Shorten it.",
+                f"{name} has {size} bytes as a regular expression, more than {BYTES}. Shorten it.",
             )
         if pattern.encode(errors="ignore") != pattern.encode(errors="replace"):
-            raise UserError("form-invalid", f"The form {_short(pattern)} has half a surrogate pair. Remove it.")
+            raise UserError("form-invalid", f"{name} has a lone surrogate, which no text contains. Remove it.")
         about = f"{library.installed()} {pattern}"
-        recipes[pattern] = Recipe(_short(pattern), about, partial(make, pattern), known, vocab, end_ids, mask_id)
+        recipes[pattern] = Recipe(name, about, partial(make, pattern, name), known, vocab, end_ids, mask_id)
     new = [pattern for pattern, one in recipes.items() if not one.path.exists()]
     for first in range(0, len(new) if len(new) > 1 else 0, TOGETHER):
         part = new[first : first + TOGETHER]
@@ -151,13 +157,16 @@ def lifted(recipe: Recipe) -> Automaton:
     return found
 
 
-def byte_automaton(pattern: str) -> ByteAutomaton:
+def byte_automaton(pattern: str, name: str | None = None) -> ByteAutomaton:
     """Build the automaton of an expression over bytes: first state, accepting states, and moves by byte.
 
+    Args:
+        name: name of the pattern in errors. By default the pattern in quotes.
+
     Raises:
-        UserError: the pattern is not a regular expression, or is too large.
+        UserError: the pattern is not a regular expression, matches no text, or is too large.
     """
-    (found,) = _byte_automata([pattern], _short(pattern), partial(fault, pattern))
+    (found,) = _byte_automata([pattern], name or quoted(pattern), partial(fault, pattern))
     return found
 
 
@@ -196,8 +205,8 @@ def _ends(moves: dict[int, dict[int, int]], state: int | None, finals: list[int]
     return state in finals
 
 
-def _short(pattern: str) -> str:
-    """Return a pattern for a message: as it was typed, on one line."""
+def quoted(pattern: str) -> str:
+    """Return a pattern in quotes for a message: as it was typed, shortened and on one line."""
     return "'" + "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in short(pattern, 60)) + "'"
 
 
@@ -224,8 +233,8 @@ def _over_tokens(recipe: Recipe, start: int, finals: list[int], moves: dict[int,
     if len(moved) * len(columns) > ENTRIES:
         raise UserError(
             "form-too-large",
-            f"The form {recipe.name} has {len(moved)} states times {len(columns)} kinds of tokens, more than {ENTRIES}."
-            " Make it simpler.",
+            f"{recipe.name} has {len(moved)} states times {len(columns)} kinds of tokens, more than {ENTRIES}."
+            " Simplify it.",
         )
     return Automaton(columns.T.contiguous(), accepts, again[classes], first, _shortest(columns.T, accepts, first))
 

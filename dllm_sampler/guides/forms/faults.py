@@ -6,8 +6,8 @@ import warnings
 # Signs that a pattern may not have. Escapes and sets of characters are skipped.
 SIGNS = re.compile(
     r"(?P<look>\(\?<?[=!])|(?P<back>\\[1-9]|\\k[<{']|\(\?P[=>])|(?P<atomic>\(\?>)|(?P<comment>\(\?\#)"
-    r"|(?P<word>\\[bB])|(?P<anchor>\\[AzZ]|[\^$])"
-    r"|\\[pPxuU]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d+(?:,\d*)?\}|(?P<brace>\{)",
+    r"|(?P<word>\\[bB<>])|(?P<anchor>\\[AzZ]|[\^$])"
+    r"|\\[pPxuU]\{[^}]*\}?|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d+(?:,\d*)?\}|(?P<brace>\{)",
     re.DOTALL,
 )
 WAYS = {
@@ -40,4 +40,4 @@ def fault(pattern: str) -> tuple[str, str]:
             return f"'{error.msg}' at character {error.pos + 1}", "Correct it."
     except (RecursionError, OverflowError):
         pass
-    return "outlines-core cannot read it", "Use the syntax of Rust's regex crate, at most 250 brackets deep."
+    return "outlines-core cannot read it", "Use the Unicode syntax of Rust's regex crate, at most 250 brackets deep."

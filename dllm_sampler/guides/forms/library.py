@@ -34,11 +34,11 @@ try:
 except MemoryError:
     raise
 except Exception as error:  # the library has no type of its own; the caller makes a sentence of it
-    sys.exit(f"invalid: {error}")
+    sys.exit(f"invalid: {str(error).splitlines()[0]}")
 found = []
 for bare, marked in given["patterns"]:
     try:
-        Index(bare, Vocabulary(256, {b"a": [97]}))  # brackets that close the mark's are none of it
+        Index(bare, Vocabulary(256, {b"a": [97]}))  # alone: a stray bracket would close that of the mark
     except MemoryError:
         raise
     except Exception as error:  # as above
@@ -48,8 +48,8 @@ for bare, marked in given["patterns"]:
         index = Index(marked, Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)}))
     except MemoryError:
         raise
-    except Exception as error:  # as above
-        sys.exit(f"invalid: {error}")
+    except Exception as error:  # as above. With a token for every byte, one is missing only if no text matches
+        sys.exit("empty" if "missing tokens" in str(error).lower() else f"invalid: {error}")
     moves = index.get_transitions()
     if len(moves) > given["states"]:
         sys.exit(f"large: {len(moves)}")
@@ -67,7 +67,8 @@ def run(given: dict[str, Any], name: str, why: Callable[[], tuple[str, str]] | N
         why: returns the fault of the input and what to do, instead of the library's own error.
 
     Raises:
-        UserError: the library is not installed, refuses the input, fails, or would take too much time or memory.
+        UserError: the library is not installed, refuses the input, finds no text, fails, or would take too much time
+            or memory.
     """
     if not installed():
         raise UserError("package-missing", f"Guides on a form need outlines-core. Run {installing('constraints')}.")
@@ -76,23 +77,25 @@ def run(given: dict[str, Any], name: str, why: Callable[[], tuple[str, str]] | N
         text = json.dumps({**given, "memory": MEMORY})
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        raise UserError("form-too-large", f"The form {name} takes over {SECONDS} s. Simplify it.") from None
+        raise UserError("form-too-large", f"{name} takes more than {SECONDS} s to build. Simplify it.") from None
     if not done.returncode:
         return done.stdout
     said = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else ""
+    if said == "empty":
+        raise UserError("form-impossible", f"{name} matches no text. Correct it.")
+    # The library reads JSON up to a depth of its own. Schemas that come here are JSON.
+    deep = done.returncode == -signal.SIGSEGV or "overflowed its stack" in done.stderr
+    if deep or said.startswith("invalid: Expected a valid JSON string"):
+        raise UserError("form-too-large", f"{name} is nested too deeply. Make it flatter.")
     if said.startswith("invalid: "):
-        reason, way = why() if why else (said[9:].rstrip("."), "Correct it.")
-        raise UserError("form-invalid", f"{name} is not a valid form ({reason}). {way}")
+        reason, way = why() if why else (said[9:].rstrip("."), "Correct or simplify it.")
+        raise UserError("form-invalid", f"{name} cannot be used ({reason}). {way}")
     if said.startswith("large: "):
-        raise UserError(
-            "form-too-large", f"The form {name} has {said[7:]} states, over {given['states']}. Simplify it."
-        )
+        raise UserError("form-too-large", f"{name} has {said[7:]} states, more than {given['states']}. Simplify it.")
     if done.returncode == -signal.SIGKILL or "memory allocation" in done.stderr or "MemoryError" in said:
-        raise UserError("form-too-large", f"The form {name} needs over {MEMORY >> 30} GiB. Make it simpler.")
-    if done.returncode == -signal.SIGSEGV or "overflowed its stack" in done.stderr:
-        raise UserError("form-too-large", f"The form {name} is nested too deeply. Make it flatter.")
+        raise UserError("form-too-large", f"{name} needs more than {MEMORY >> 30} GiB to build. Simplify it.")
     ended = said or f"exit status {done.returncode}"
-    raise UserError("form-invalid", f"outlines-core failed on the form {name} ({ended}). Make it simpler.")
+    raise UserError("form-invalid", f"{name} makes outlines-core fail ({ended}). Simplify it.")
 
 
 @cache

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 from torch import Tensor
 from typing_extensions import override
@@ -15,9 +15,9 @@ from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Context, Guide, Whole
 from dllm_sampler.core.spec import ModelSpec, with_bound_fields
 from dllm_sampler.core.values import FREE, Canvas
-from dllm_sampler.errors import UserError, short
+from dllm_sampler.errors import UserError, counted, short
 from dllm_sampler.guides.forms import automaton
-from dllm_sampler.guides.forms.automaton import Automaton
+from dllm_sampler.guides.forms.automaton import Automaton, quoted
 from dllm_sampler.guides.forms.choice import choose, posterior
 from dllm_sampler.guides.forms.edges import Edges, joined
 from dllm_sampler.guides.forms.given import completable
@@ -71,8 +71,8 @@ class Form(Guide):
 
     def typed_form(self, form: int) -> str:
         """Return the option and the value of a form, for errors."""
-        given = getattr(self, self.option)
-        return f"guide.{named(self)}.{self.option}={short(repr(given[form] if self.forms else given))}"
+        given, option = getattr(self, self.option), f"guide.{named(self)}.{self.option}"
+        return f"form {form} ({_typed(given[form])}) of {option}" if self.forms else f"{option}={_typed(given)}"
 
     def build(self, tokens: Sequence[bytes], spec: ModelSpec) -> tuple[Automaton, ...]:
         """Build the automaton of each form over a model's tokens, whose bytes are `tokens`.
@@ -80,14 +80,16 @@ class Form(Guide):
         Raises:
             UserError: an automaton cannot be built.
         """
-        numbers = spec.vocab_size, spec.eos_ids, spec.mask_id
-        return automaton.build_all(self.expressions(), tokens, *numbers)
+        numbers, expressions = (spec.vocab_size, spec.eos_ids, spec.mask_id), self.expressions()
+        names = [self.typed_form(form) for form in range(len(expressions))]
+        return automaton.build_all(expressions, tokens, *numbers, names)
 
     @override
     def bind(self, context: Context) -> Self:
         spec, name = context.spec, f"guide={named(self)}"
         if context.tokenizer is None:
-            raise UserError("tokenizer-missing", f"{name} needs a tokenizer, and this model has none. Pass one.")
+            way = "Pass one to Sampler, or remove the guide"
+            raise UserError("tokenizer-missing", f"{name} needs a tokenizer, and this model has none. {way}.")
         revises = context.scheduler is not None and context.scheduler.traits.revises
         redraws = spec.mask_id is None and revises
         if self.bound_to is not None and self.bound_to[0] is context.tokenizer and self.bound_to[1] == spec:
@@ -117,13 +119,14 @@ class Form(Guide):
         if len(given) < least:
             raise UserError(
                 "form-impossible",
-                f"{name}: {self._name(form)} needs at least {least} tokens, and the answer has {len(given)}. Raise"
-                " max_new_tokens, or lengthen a gap of the infill.",
+                f"{name}: {self._name(form)} needs at least {counted(least, 'token')}, and the answer has {len(given)}."
+                " Raise max_new_tokens, or lengthen a gap of the infill.",
             )
         if any(token != FREE for token in given) and not completable(self.automata[form], given, self.end_ids):
             raise UserError(
                 "form-impossible",
-                f"{name}: no answer of {self._name(form)} has the given tokens. Change the form or the tokens.",
+                f"{name}: {self._name(form)} allows no answer of {counted(len(given), 'token')} with the given ones."
+                " Change the form, the given tokens or their places.",
             )
 
     @override
@@ -169,11 +172,14 @@ class Regex(Form):
     def __post_init__(self) -> None:
         given = self.pattern
         listed = isinstance(given, list | tuple)
-        if not given or not all(isinstance(one, str) and one for one in (given if listed else [given])):
-            raise UserError(
-                "option-type",
-                f"guide.regex.pattern={given!r} has no text. Set a text that is not empty, or a list of such texts.",
-            )
+        entries: list[Any] = [*given] if listed else [given]
+        odd = [one for one in entries if not isinstance(one, str)]
+        if odd or not entries or "" in entries:
+            shown = short(repr(entries if listed else given))
+            wrong = f"contains {short(repr(odd[0]))}" if odd else "contains an empty text" if entries else "is empty"
+            wrong = wrong if listed else "is not a text" if odd else "is empty"
+            way = "Set a text that is not empty, or a list of such texts."
+            raise UserError("option-type", f"guide.regex.pattern={shown} {wrong}. {way}")
         vars(self).update(pattern=tuple(given) if listed else given, forms=len(given) if listed else 0)
 
     @override
@@ -197,7 +203,10 @@ class Choices(Form):
     def __post_init__(self) -> None:
         given = self.choices
         if not isinstance(given, list | tuple):
-            raise UserError("option-type", f"guide.choices.choices={given!r} is not a list. Set one, as in [Ada, Ben].")
+            raise UserError(
+                "option-type",
+                f"guide.choices.choices={short(repr(given))} is not a list. Set one, as in [Ada,Ben].",
+            )
         listed = bool(given) and all(isinstance(one, list | tuple) for one in given)
         # An empty list is a template of settings, which `expressions` refuses.
         found = tuple(_choices(one) for one in given) if listed or not given else _choices(given)
@@ -206,23 +215,39 @@ class Choices(Form):
     @override
     def expressions(self) -> tuple[str, ...]:
         if not self.choices:
-            raise UserError("option-missing", "guide=choices has no texts. Set guide.choices.choices=[Ada, Ben].")
+            raise UserError("option-missing", "guide=choices has no texts. Set guide.choices.choices=[Ada,Ben].")
         lists = self.choices if self.forms else (self.choices,)
         return tuple("|".join(map(re.escape, texts)) for texts in lists)
+
+
+def _typed(given: object) -> str:
+    """Return a pattern, or a list of texts, for a message: as it was typed."""
+    return quoted(given) if isinstance(given, str) else short(f"[{','.join(map(str, cast(Sequence[Any], given)))}]")
 
 
 def _choices(given: Sequence[Any]) -> tuple[str, ...]:
     """Return a checked list of texts. Whole numbers become texts."""
     if not given:
-        raise UserError("form-invalid", "guide.choices.choices has an empty list. Add texts, as in [Ada, Ben].")
+        raise UserError("form-invalid", "guide.choices.choices has an empty list. Add texts, as in [Ada,Ben].")
     for one in given:
         if isinstance(one, list | tuple):
-            raise UserError("option-type", "guide.choices.choices mixes texts and lists. Use only one of them.")
+            raise UserError(
+                "option-type",
+                "guide.choices.choices has a list beside or inside texts. Set texts, as in [Ada,Ben], or lists of"
+                " texts, as in [[Ada,Ben],[Cal]].",
+            )
         if isinstance(one, bool) or not isinstance(one, str | int):
-            raise UserError("option-type", f'guide.choices.choices has {one!r}, not a text. Quote it: ["yes", "no"].')
+            raise UserError(
+                "option-type",
+                f"guide.choices.choices has {short(json.dumps(one, default=repr))}, which is not a text. Set texts, and"
+                ' quote those that look like another value, as in ["true","2.5"].',
+            )
         if one == "":
             raise UserError("form-invalid", "guide.choices.choices has an empty text. Remove it.")
     return tuple(map(str, given))
+
+
+WHITESPACE = "[ ]?"
 
 
 @dataclass(frozen=True)
@@ -237,14 +262,14 @@ class JsonSchema(Form):
     Args:
         schema: a file, the schema as JSON, a mapping, or a list of any of them.
         whitespace: a regular expression of the white space between the signs of a document.
-        depth: number of times that a reference to itself is followed.
+        depth: number of times that a schema's reference to itself is followed.
         posterior: see `Form`.
     """
 
     option: ClassVar[str] = "schema"
 
     schema: str | Mapping[str, Any] | tuple[str | Mapping[str, Any], ...] = ""
-    whitespace: str = "[ ]?"
+    whitespace: str = WHITESPACE
     depth: int = 3
     names: tuple[str, ...] = field(
         init=False, default=(OPTION,), repr=False, compare=False
@@ -254,15 +279,22 @@ class JsonSchema(Form):
         check_count("guide.json_schema.depth", self.depth, 0)
         given = self.schema
         if isinstance(given, list | tuple):
-            if not given or not all(given):
+            if not given or "" in given:
+                wrong = "contains an empty text" if given else "is empty"
                 raise UserError(
-                    "option-type", f"guide.json_schema.schema={given!r} has no schema. Add one, or name a file."
+                    "option-type",
+                    f"guide.json_schema.schema={short(repr([*given]))} {wrong}. Set schemas or files.",
                 )
             texts = tuple(map(schema_text, given))
-            vars(self).update(schema=texts, names=tuple(map(schema_name, given, texts)), forms=len(given))
+            names = (f"form {form} of {name}" for form, name in enumerate(map(schema_name, given, texts)))
+            vars(self).update(schema=texts, names=tuple(names), forms=len(given))
         elif given != "":  # the default is a template of settings, which `expressions` refuses
             text = schema_text(given)
             vars(self).update(schema=text, names=(schema_name(given, text),))
+
+    @override
+    def typed_form(self, form: int) -> str:
+        return self.names[form]
 
     @override
     def expressions(self) -> tuple[str, ...]:
@@ -272,6 +304,8 @@ class JsonSchema(Form):
                 "guide=json_schema has no schema. Set guide.schema to a file, or to the schema itself in quotes.",
             )
         texts = self.schema if isinstance(self.schema, tuple) else (self.schema,)
+        if self.whitespace != WHITESPACE:  # alone: a stray bracket might find its partner in the schema's expression
+            automaton.byte_automaton(self.whitespace, f"guide.json_schema.whitespace={quoted(self.whitespace)}")
         try:
             for text, name in zip(texts, self.names, strict=True):
                 check_schema(json.loads(str(text)), name)

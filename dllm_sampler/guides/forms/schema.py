@@ -3,12 +3,13 @@
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from dllm_sampler.errors import UserError, short
-from dllm_sampler.guides.forms.automaton import byte_automaton
+from dllm_sampler.guides.forms.automaton import byte_automaton, quoted
 from dllm_sampler.host.reading import load_json
 
 OPTION = "guide.json_schema.schema"
@@ -19,23 +20,28 @@ def schema_text(given: Any) -> str:
     if not isinstance(given, str):
         try:
             text = json.dumps(_plain(given))
-        except (TypeError, ValueError, RecursionError) as error:
+        except (TypeError, ValueError) as error:
             raise UserError("form-invalid", f"{OPTION} is not JSON ({error}). Correct it.") from None
+        except RecursionError:
+            raise UserError("form-too-large", f"{OPTION} is nested too deeply. Make it flatter.") from None
     elif isinstance(_json(given), dict | bool) or (given.lstrip().startswith("{") and not _is_file(given)):
         text = given
     else:
         try:
-            text = Path(given).expanduser().read_text(encoding="utf-8")
+            text = Path(given).expanduser().read_text(encoding="utf-8-sig")
         except (OSError, ValueError, RuntimeError) as error:
-            reason = getattr(error, "strerror", None) or error
+            reason = str(getattr(error, "strerror", None) or error).rstrip(".")
             raise UserError(
                 "file-unreadable",
-                f"{OPTION}={short(repr(given))} is neither JSON nor readable ({reason}). Name a file.",
+                f"{OPTION}={short(given)} is neither a schema nor a readable file ({reason}). Name a file, or give an"
+                ' object, for example {"type": "integer"}.',
             ) from None
     try:
-        load_json(text)
+        with suppress(RecursionError):  # refused by `check_schema`
+            json.dumps(load_json(text), allow_nan=False, ensure_ascii=False).encode()
     except ValueError as error:
-        raise UserError("json-invalid", f"{schema_name(given, text)} is not JSON ({error}). Correct it.") from None
+        name = schema_name(given, text)
+        raise UserError("json-invalid", f"{name} cannot be read as JSON ({error}). Correct it.") from None
     return text
 
 
@@ -91,15 +97,19 @@ def _texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
+OBJECTS, LISTS = "an object of schemas", "a list of schemas"
 SHAPES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {  # kinds of values: their test, and their keywords
-    "an object of schemas": (lambda one: isinstance(one, Mapping), ("properties", "$defs", "definitions")),
-    "a list of schemas": (lambda one: isinstance(one, list), ("anyOf", "allOf", "prefixItems")),
+    OBJECTS: (lambda one: isinstance(one, Mapping), ("properties", "$defs", "definitions")),
+    LISTS: (lambda one: isinstance(one, list), ("anyOf", "allOf", "prefixItems")),
     "a list of values": (lambda one: isinstance(one, list), ("enum",)),
     "a list of names": (_texts, ("required",)),
-    "the name of a type, or a list of these": (lambda one: isinstance(one, str) or _texts(one), ("type",)),
+    f"{', '.join(KINDS)}, or a list of these": (
+        lambda one: (isinstance(one, str) and one in KINDS) or (_texts(one) and all(name in KINDS for name in one)),
+        ("type",),
+    ),
     "a name": (lambda one: isinstance(one, str), ("format", "$ref")),
     "a pattern": (lambda one: isinstance(one, str), ("pattern",)),
-    "a whole number of at least 0, in digits alone": (
+    "a whole number of at least 0, written without a point": (
         lambda one: type(one) is int and one >= 0,
         ("minItems", "maxItems", "minLength", "maxLength"),
     ),
@@ -118,15 +128,15 @@ def _is(value: Any, kind: str) -> bool:
 def check_schema(schema: Any, name: str = OPTION) -> None:
     """Refuse a schema that is malformed or contradicts itself, or a keyword that an expression would not enforce.
 
-    The error names the first problem. `name` is the schema's name in it.
+    The error names the first problem and its place in the schema. `name` is the schema's name in it.
     """
     if not isinstance(schema, Mapping):
-        said = json.dumps(schema)[:200]
-        raise UserError("form-invalid", f'{name} has {said}. Give an object, for example {{"type": "integer"}}.')
+        said = short(json.dumps(schema))
+        raise UserError("form-invalid", f'{name} is {said}. Give an object, for example {{"type": "integer"}}.')
     for shape, (fits, words) in SHAPES.items():
         for word in words:
             if word in schema and not fits(schema[word]):
-                said = json.dumps(schema[word])[:200]
+                said = short(json.dumps(schema[word]))
                 raise UserError("form-invalid", f"{name} has `{word}`: {said}. Give {shape}.")
     names = schema.get("properties", {})
     unknown = sorted(str(one) for one in schema if one not in KNOWN)
@@ -150,48 +160,53 @@ def check_schema(schema: Any, name: str = OPTION) -> None:
     elif together:
         why = f"`{together[0]}` next to `{together[1]}`, and this guide keeps only one. Remove one."
     elif wrong:
-        why = f"the value {json.dumps(wrong[0])}, which is not of its `type`. Remove it."
+        why = f"the value {short(json.dumps(wrong[0]))}, which is not of its `type`. Remove it."
     elif empty:
-        why = f"an empty `{empty[0]}`, which no document meets. Add a value."
+        why = f"an empty `{empty[0]}`, which no document meets. Add an entry."
     elif crossed:
-        why = f"`{crossed[0][0]}` above `{crossed[0][1]}`, which no document meets. Lower it."
+        why = f"`{crossed[0][0]}` above `{crossed[0][1]}`, which no document meets. Lower `{crossed[0][0]}`."
     elif not MEANING & schema.keys():
         why = (
-            f"{json.dumps(schema)[:200]}, which allows any value. Give it a `type`, or use guide=grammar"
+            f"no keyword that restricts the value ({short(json.dumps(schema))}). Give it a `type`, or use guide=grammar"
             " guide.grammar=json for any JSON."
         )
+    elif schema.get("additionalProperties") is False and not names:
+        why = "`additionalProperties`: false without `properties`, which is not supported. Add `properties`."
     elif missing:
         why = f"'{missing[0]}' in `required`, but not in `properties`. Add it there."
     elif odd:
         why = f"the property {odd[0]!r}. Name it in plain ASCII, without quotes, backslashes or control characters."
     elif isinstance(pattern, str) and LOOSE.search(pattern):
         sign = LOOSE.search(pattern)[0]  # pyright: ignore[reportOptionalSubscript]
-        why = f'the pattern {pattern!r} with the sign {sign}. Write it without | . " \\ ^ $, for example [0-9] for \\d.'
+        why = (
+            f"the pattern {quoted(pattern)}, in which '{sign}' is not supported. Write it without | . \" \\ ^ $, for"
+            " example [0-9] for \\d."
+        )
     elif isinstance(pattern, str) and (error := _error(pattern)):
-        why = f"a `pattern`, and {error}"
+        why = f"the pattern {quoted(pattern)}, which {error}"
     elif schema.get("format", "date") not in FORMATS:
         why = f"the format {schema['format']!r}. Use one of {', '.join(sorted(FORMATS))}."
     elif len(schema.get("allOf", [])) > 1:
         why = "an `allOf` of several schemas. Merge them."
     if why:
         raise UserError("form-invalid", f"{name} has {why}")
-    inner = [*names.values(), *schema.get("$defs", {}).values(), *schema.get("definitions", {}).values()]
-    inner += [schema["items"]] if "items" in schema else []
-    inner += [schema["additionalProperties"]] if not isinstance(schema.get("additionalProperties", True), bool) else []
-    for group in ("prefixItems", "anyOf", "allOf"):
-        inner += schema.get(group, [])
-    for one in inner:
-        check_schema(one, name)
+    inner = {f"{word}.{key}": one for word in SHAPES[OBJECTS][1] for key, one in schema.get(word, {}).items()}
+    inner |= {f"{word}.{at}": one for word in SHAPES[LISTS][1] for at, one in enumerate(schema.get(word, []))}
+    inner |= {"items": schema["items"]} if "items" in schema else {}
+    more = schema.get("additionalProperties", True)
+    inner |= {} if isinstance(more, bool) else {"additionalProperties": more}
+    for place, one in inner.items():
+        check_schema(one, f"{name}.{place}" if " at " in name else f"{name} at {place}")
 
 
 @lru_cache
 def _error(pattern: str) -> str:
-    """Return the reason that a pattern cannot be used. Returns an empty text if it can.
+    """Return the reason that a pattern cannot be used, as the end of a sentence. Returns an empty text if it can.
 
     The pattern is built alone. A stray bracket might find its partner in the expression of the whole schema.
     """
     try:
-        byte_automaton(pattern)
+        byte_automaton(pattern, "it")
     except UserError as error:
-        return str(error)
+        return str(error).removeprefix("it ")
     return ""
