@@ -14,7 +14,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from dllm_sampler import config
-from dllm_sampler.core.checks import check_count, check_switch, is_whole
+from dllm_sampler.core.checks import check_count, check_number, check_positive, check_switch, is_whole
 from dllm_sampler.errors import UserError, invalid, nearest, short, unknown
 
 if TYPE_CHECKING:
@@ -82,8 +82,14 @@ def check_threads(name: str, value: object) -> None:
 
 
 def _check_temperature(name: str, value: object) -> None:
+    check_number(name, value, finite=True, optional=True)
     if isinstance(value, int) and value >= 2**31:  # the limit of torch for integers
         raise invalid(name, value, f"Set at most {2**31 - 1}")
+
+
+def _check_mass(name: str, value: object) -> None:
+    if value is not None:
+        check_positive(name, value, "a probability", most=1)
 
 
 def _check_seed(name: str, value: int) -> None:
@@ -119,8 +125,8 @@ class Options:
     temperature: float | None = option(
         None, "draw tokens (guide.temperature.value); null: the likeliest", _check_temperature
     )
-    top_k: int | None = option(None, "shortcut for guide.top_k.k, after the temperature")
-    top_p: float | None = option(None, "shortcut for guide.top_p.p, after top_k")
+    top_k: int | None = option(None, "shortcut for guide.top_k.k, after the temperature", _OPTIONAL_COUNT)
+    top_p: float | None = option(None, "shortcut for guide.top_p.p, after top_k", _check_mass)
     stop_token_ids: list[int] | int | None = option(
         None, "token id, or a list, that ends an answer as the model's own end tokens do"
     )

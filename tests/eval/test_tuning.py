@@ -245,13 +245,13 @@ def test_a_number_is_whole_where_its_field_is() -> None:
         {
             "scheduler": {"localleap": {"threshold": {"low": 0, "high": 1}, "radius": {"low": 1, "high": 8}}},
             "guide": {"temperature": {"value": {"low": 1, "high": 2}}},
-            "options": {"top_p": {"low": 0, "high": 1}, "top_k": {"low": 1, "high": 9}, "block_length": [None, 8]},
+            "options": {"top_p": {"low": 0.5, "high": 1}, "top_k": {"low": 1, "high": 9}, "block_length": [None, 8]},
         }
     )
     words = space.choose(cast(Any, asked))
     assert words == [
         "scheduler=localleap", "scheduler.threshold=0.0", "scheduler.radius=1", "guide=temperature",
-        "guide.temperature.value=1.0", "top_p=0.0", "top_k=1", "block_length=null",
+        "guide.temperature.value=1.0", "top_p=0.5", "top_k=1", "block_length=null",
     ]  # fmt: skip
     assert {name.rpartition(".")[2]: kind for name, kind in asked.kinds.items()} == {
         "threshold": "float", "radius": "int", "value": "float", "top_p": "float", "top_k": "int",

@@ -260,14 +260,14 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Language.load("json")
     with monkeypatch.context() as patch:
         patch.setattr(bounded, "STATES", 300)
-        with refused("form-too-large: json.grammar, 300"):
+        with refused("form-too-large: The grammar json, 300"):
             found.automaton(8)
     with refused("option-range: -1"):
         found.automaton(-1)
     with refused("form-impossible"):
         Language.parse('S -> ( S ) | ( "a" S ) | [ A ]\nA -> { S } | ( B )\nB -> < S > | ( "b" )', "test").automaton(0)
     monkeypatch.setattr(bounded, "SECONDS", -1)
-    with refused("form-too-large: json.grammar, -1"):
+    with refused("form-too-large: The grammar json, -1"):
         found.automaton(3)
 
 

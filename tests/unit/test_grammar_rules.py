@@ -210,6 +210,14 @@ def test_marks() -> None:
         ("x = a\nx = b\nS -> x", "grammar-invalid: line 2"),
         ("Value = a\nS -> x", "grammar-invalid: line 1, 'Value'"),
         ("x = \nS -> x", "grammar-invalid: line 1"),
+        ("Foo-bar = a\nS -> Foo-bar", "grammar-invalid: line 1, 'Foo-bar' begins with a capital letter"),
+        ('S -> "a"|"b"', "grammar-invalid: line 1, no blanks around |"),
+        ('S -> ""', "grammar-invalid: line 1, empty text"),
+        ('S -> "a b"', "grammar-invalid: line 1, Close its quotes"),
+        ("x = a without b and\nS -> x", "grammar-invalid: line 1, is incomplete"),
+        ("%skip space\n%skip tab\nS -> (", "grammar-invalid: line 2, given twice"),
+        ("%skip nothing space\nS -> (", "grammar-invalid: line 1"),
+        ('S -> "\ud800"', "text-invalid"),
         ("number = 1\nS -> numbr", "grammar-invalid: line 2, 'numbr', 'number'"),
         ("S -> Vaule\nValue -> $", "grammar-invalid: line 1, 'Vaule', 'Value'"),
         ("S -> ( |", "grammar-invalid: line 1"),
@@ -269,7 +277,7 @@ def test_files(tmp_path: Path) -> None:
     path.write_text("Start -> ( Strt )\n", encoding="utf-8")
     with refused("grammar-invalid: pairs.grammar, line 1, 'Strt'"):
         Language.load(str(path))
-    with refused("file-unreadable: guide.grammar.grammar='jsn'"):
+    with refused("file-unreadable: guide.grammar.grammar=jsn"):
         Language.load("jsn")
     for name in (str(tmp_path), "", "~nobody-of-that-name/x", "a\0b"):
         with refused("file-unreadable"):

@@ -15,7 +15,7 @@ from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Context, Guide, Whole
 from dllm_sampler.core.spec import ModelSpec, with_bound_fields
 from dllm_sampler.core.values import FREE, Canvas
-from dllm_sampler.errors import UserError, counted, short
+from dllm_sampler.errors import UserError, as_typed, counted, short
 from dllm_sampler.guides.forms import automaton
 from dllm_sampler.guides.forms.automaton import Automaton, quoted
 from dllm_sampler.guides.forms.choice import choose, posterior
@@ -175,8 +175,8 @@ class Regex(Form):
         entries: list[Any] = [*given] if listed else [given]
         odd = [one for one in entries if not isinstance(one, str)]
         if odd or not entries or "" in entries:
-            shown = short(repr(entries if listed else given))
-            wrong = f"contains {short(repr(odd[0]))}" if odd else "contains an empty text" if entries else "is empty"
+            shown = as_typed(given)
+            wrong = f"contains {as_typed(odd[0])}" if odd else "contains an empty text" if entries else "is empty"
             wrong = wrong if listed else "is not a text" if odd else "is empty"
             way = "Set a text that is not empty, or a list of such texts."
             raise UserError("option-type", f"guide.regex.pattern={shown} {wrong}. {way}")
@@ -205,7 +205,7 @@ class Choices(Form):
         if not isinstance(given, list | tuple):
             raise UserError(
                 "option-type",
-                f"guide.choices.choices={short(repr(given))} is not a list. Set one, as in [Ada,Ben].",
+                f"guide.choices.choices={as_typed(given)} is not a list. Set one, as in [Ada,Ben].",
             )
         listed = bool(given) and all(isinstance(one, list | tuple) for one in given)
         # An empty list is a template of settings, which `expressions` refuses.
@@ -239,7 +239,7 @@ def _choices(given: Sequence[Any]) -> tuple[str, ...]:
         if isinstance(one, bool) or not isinstance(one, str | int):
             raise UserError(
                 "option-type",
-                f"guide.choices.choices has {short(json.dumps(one, default=repr))}, which is not a text. Set texts, and"
+                f"guide.choices.choices has {as_typed(one)}, which is not a text. Set texts, and"
                 ' quote those that look like another value, as in ["true","2.5"].',
             )
         if one == "":
@@ -283,7 +283,7 @@ class JsonSchema(Form):
                 wrong = "contains an empty text" if given else "is empty"
                 raise UserError(
                     "option-type",
-                    f"guide.json_schema.schema={short(repr([*given]))} {wrong}. Set schemas or files.",
+                    f"guide.json_schema.schema={as_typed(given)} {wrong}. Set schemas or files.",
                 )
             texts = tuple(map(schema_text, given))
             names = (f"form {form} of {name}" for form, name in enumerate(map(schema_name, given, texts)))

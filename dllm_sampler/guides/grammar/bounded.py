@@ -99,7 +99,7 @@ def automaton(grammar: Grammar, terminals: Terminals, depth: int | None, name: s
 
     Args:
         depth: greatest depth, at least 0. A regular grammar needs none.
-        name: the grammar's name, for errors.
+        name: the grammar's name in errors, for example `The grammar json`.
 
     Raises:
         UserError: the depth is missing, negative, or below that of every text, or the automaton is too large.
@@ -109,10 +109,10 @@ def automaton(grammar: Grammar, terminals: Terminals, depth: int | None, name: s
     if depth is None and deep is not None:
         raise UserError(
             "form-not-regular",
-            f"{name} nests {deep} in {deep}, which an automaton cannot follow. Set a depth, as in guide.depth=3.",
+            f"{name} nests {deep} in {deep}, which an automaton cannot follow. Set a depth, for example 3.",
         )
     if depth is not None and depth < 0:
-        raise UserError("option-range", f"The depth {depth} of {name} is negative. Set at least 0.")
+        raise UserError("option-range", f"The depth {depth} is negative. Set at least 0.")
     until = time.monotonic() + SECONDS
     where, way = (f" at depth {depth}", "Choose a smaller depth") if deep else ("", "Make the grammar simpler")
 

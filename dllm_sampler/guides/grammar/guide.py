@@ -15,7 +15,7 @@ from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Context, Guide
 from dllm_sampler.core.spec import ModelSpec, with_bound_fields
 from dllm_sampler.core.values import FREE, Canvas, Edit, Query, Readout, Refusals
-from dllm_sampler.errors import UserError, short
+from dllm_sampler.errors import UserError, as_typed, short
 from dllm_sampler.guides.forms.automaton import Automaton, Recipe, lifted
 from dllm_sampler.guides.forms.regular import Form
 from dllm_sampler.guides.forms.tokens import token_bytes
@@ -65,7 +65,8 @@ class Grammar(Guide):
         check_count("guide.grammar.tries", self.tries)
         if not isinstance(self.grammar, str):
             raise UserError(
-                "option-type", f"guide.grammar.grammar={self.grammar!r} is not a text. Set it to a file, or to json."
+                "option-type",
+                f"guide.grammar.grammar={as_typed(self.grammar)} is not a text. Set it to a file, or to json.",
             )
 
     @property
@@ -77,11 +78,21 @@ class Grammar(Guide):
     def bind(self, context: Context) -> Guide:
         spec = context.spec
         if context.tokenizer is None:
-            raise UserError("tokenizer-missing", "guide=grammar needs a tokenizer, and this model has none. Pass one.")
+            raise UserError(
+                "tokenizer-missing",
+                "guide=grammar needs a tokenizer, and this model has none. Pass one to Sampler, or remove the guide.",
+            )
         if not self.grammar:
             raise UserError("option-missing", "guide=grammar has no grammar. Set guide.grammar.grammar=FILE or json.")
         language = Language.load(self.grammar)
         if self.depth is not None or language.regular:
+            idle = "complete" if self.complete else "tries" if self.tries != type(self).tries else None
+            if idle is not None:
+                raise UserError(
+                    "option-not-applicable",
+                    f"guide.grammar.{idle}={as_typed(getattr(self, idle))} has no effect with a depth or on a regular"
+                    " grammar, since tokens are chosen together. Remove it.",
+                )
             return BoundedGrammar(language, self.depth).bind(context)
         if spec.mask_id is None:
             raise UserError(
@@ -168,7 +179,8 @@ class Grammar(Guide):
         words = [None if token == FREE else self.word(token) for token in given]
         if any(words) and not self.language.feasible([*words, END]):
             raise UserError(
-                "form-impossible", "guide=grammar: no text of the grammar has the given tokens. Change the tokens."
+                "form-impossible",
+                "guide=grammar: no text of the grammar has the given tokens. Change the grammar or the tokens.",
             )
 
     @override
@@ -219,7 +231,7 @@ class BoundedGrammar(Form):
         made = self.language.automaton(self.depth)
         about = f"grammar {json.dumps(made)}"
         numbers = spec.vocab_size, spec.eos_ids, spec.mask_id
-        return (lifted(Recipe(self.language.name, about, lambda: made, tuple(tokens), *numbers)),)
+        return (lifted(Recipe(self.typed_form(0), about, lambda: made, tuple(tokens), *numbers)),)
 
 
 @dataclass

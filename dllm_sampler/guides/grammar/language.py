@@ -69,14 +69,15 @@ class Language:
         known = {file.stem: file for file in EXAMPLES.glob("*.grammar")}
         try:
             path = known.get(name) or Path(name).expanduser()
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except (OSError, ValueError, RuntimeError) as error:
+            reason = str(getattr(error, "strerror", None) or error).rstrip(".")
             raise UserError(
                 "file-unreadable",
-                f"guide.grammar.grammar={short(repr(name))} cannot be read"
-                f" ({getattr(error, 'strerror', None) or error}). Name a file, or {', '.join(sorted(known))}.",
+                f"guide.grammar.grammar={short(name)} cannot be read ({reason}). Name a file, or one of"
+                f" {', '.join(sorted(known))}.",
             ) from None
-        return Language.parse(text, path.name)
+        return Language.parse(text, short(name))
 
     def forget(self) -> None:
         """Drop all remembered results."""
@@ -148,4 +149,4 @@ class Language:
             UserError: the language is not regular and no depth is given, no text has such a depth, or the automaton is
                 too large.
         """
-        return bounded_automaton(self.grammar, self.terminals, depth, self.name)
+        return bounded_automaton(self.grammar, self.terminals, depth, f"The grammar {self.name}")

@@ -177,7 +177,7 @@ def normal(rules: Mapping[str, Sequence[Body]], start: str, possible: int, nulla
         given[name] = [(), (terminal,)] if possible >> terminal & 1 else [()]
     given = _lists(_generating(given, possible))
     if start not in given:
-        raise UserError("grammar-invalid", f"The rules of {start} derive no text. Add a body without variables.")
+        raise UserError("grammar-invalid", f"the rules of {start} derive no text. Add a body without variables.")
     order, seen = [start], {start}
     for head in order:
         reached = dict.fromkeys(s for body in given[head] for s in body if isinstance(s, str) and s not in seen)
@@ -244,6 +244,6 @@ def _short(rules: dict[str, list[Body]], start: str) -> Grammar:
         else:
             pairs[head, of(body[:1]), of(body[1:])] = None
         if len(empties) + len(leaves) + len(units) + len(pairs) > RULES:
-            text = f"The grammar has more than {RULES} rules, once long bodies are split into pairs of symbols."
-            raise UserError("form-too-large", f"{text} Shorten or remove rules.")
+            said = f"there are more than {RULES} rules, once long bodies are split into pairs of symbols."
+            raise UserError("form-too-large", f"{said} Shorten or remove rules.")
     return Grammar(tuple(names), number[start], frozenset(empties), (*leaves,), (*units,), (*pairs,), rules)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from dllm_sampler.errors import UserError
-from dllm_sampler.guides.forms.automaton import byte_automaton
+from dllm_sampler.guides.forms.automaton import byte_automaton, quoted
 from dllm_sampler.guides.forms.library import SECONDS
 from dllm_sampler.guides.grammar.regular import Dfa, filtered, literal, minimal, trimmed, without_empty
 from dllm_sampler.guides.grammar.rules import bits
@@ -46,7 +46,7 @@ def compiled(
         expressions: a regular expression for each terminal, `A without B and C` for a difference. Bytes are a literal
             text, and get their marks.
         skip: bytes that are allowed between lexemes.
-        prelex: a byte before each word of a text, and one after it.
+        prelex: a byte before each word of a text, and another one after it. Both are outside of `WORD`.
         places: names of the terminals in errors.
         name: the grammar's name, for errors.
 
@@ -67,24 +67,25 @@ def compiled(
                 dfa = literal(expression)
             else:
                 dfa = literal(marked(expression, (prelex[0][0], prelex[1][0]), begins=True, ends=True))
-            if time.monotonic() > deadline:
-                raise UserError(
-                    "grammar-invalid", f"the terminals take more than {SECONDS} s to build. Make them fewer or simpler."
-                )
         except UserError as error:
             raise UserError("grammar-invalid", f"{places[terminal]}: {error}") from None
+        if time.monotonic() > deadline:
+            said = f"{name}: the terminals take more than {SECONDS} s to build. Make them fewer or simpler."
+            raise UserError("grammar-invalid", said)
+        if not dfa.finals:
+            raise UserError("grammar-invalid", f"{places[terminal]} matches no text. Correct it.")
         nullable |= (0 in dfa.finals) << number
         dfa = without_empty(dfa)
         whole = dfa if balanced is None else filtered(dfa, balanced, True)
         if dfa.finals and not whole.finals:
             raise UserError(
                 "grammar-invalid",
-                f"{places[terminal]} has no text of whole words with their marks. Under prelex, write the first mark"
+                f"{places[terminal]} has no text of whole words with their marks. With %prelex, write the first mark"
                 " before each word and the second after it.",
             )
         found.append(whole)
     if sum(len(dfa.moves) for dfa in found) > STATES:
-        raise UserError("form-too-large", f"{name}: terminals need over {STATES} states. Simplify them.")
+        raise UserError("form-too-large", f"{name}: the terminals have more than {STATES} states. Simplify them.")
     table, classes = _classes(found, [ignored, WORD, *([frozenset(mark) for mark in prelex] if prelex else [])])
     moves = [tuple({table[byte]: to for byte, to in there.items()} for there in dfa.moves) for dfa in found]
     return Terminals(
@@ -101,6 +102,9 @@ def compiled(
 
 
 def _expression(text: str) -> Dfa:
+    words = text.split()
+    if len(words) > 1 and ("without" in (words[0], words[-1]) or ("without" in words and words[-1] == "and")):
+        raise UserError("grammar-invalid", f"{quoted(text)} is incomplete. Write A without B, or A without B and C.")
     first, _, rest = text.partition(" without ")
     found = _one(first.strip())
     for taken in rest.split(" and ") if rest else []:
@@ -117,18 +121,13 @@ def _one(pattern: str) -> Dfa:
 
 
 def _check_marks(prelex: tuple[bytes, bytes], skip: frozenset[int], name: str) -> None:
-    if any(len(mark) != 1 or mark[0] in WORD for mark in prelex) or prelex[0] == prelex[1]:
-        raise UserError(
-            "grammar-invalid",
-            f"{name}: prelex is {prelex!r}. Set two different ASCII characters that are not letters, digits or _.",
-        )
     if not skip:
-        raise UserError("grammar-invalid", f"{name}: prelex needs bytes to skip. Set at least one, as in %skip space.")
+        raise UserError("grammar-invalid", f"{name}: %prelex needs signs to skip. Set at least one, as in %skip space.")
     if wrong := [byte for byte in skip if byte in WORD or bytes([byte]) in prelex]:
         raise UserError(
             "grammar-invalid",
-            f"{name}: %skip has {bytes(sorted(wrong))!r}, which prelex takes for words or marks. Set other ASCII"
-            " characters than the two marks, letters, digits and _.",
+            f"{name}: %skip has {chr(min(wrong))!r}, which %prelex takes for a part of a word or a mark. Set other"
+            " ASCII signs than the two marks, letters, digits and _.",
         )
 
 
