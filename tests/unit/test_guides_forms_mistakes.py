@@ -141,7 +141,7 @@ def test_files_of_schemas(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         (lambda: JsonSchema({"enum": [float("inf")]}).expressions(), "json-invalid"),
         (lambda: JsonSchema({"type": "object", "additionalProperties": False}).expressions(), "form-invalid"),
         (lambda: JsonSchema('{"type": "null"}', whitespace="[").expressions(), "form-invalid: whitespace='['"),
-        (lambda: Regex(["a", ""]), "option-type: guide.regex.pattern=['a', contains an empty text"),
+        (lambda: Regex(("a", "")), "option-type: guide.regex.pattern=['a', contains an empty text"),
         (lambda: Choices([[["a"]]]), "option-type: a list beside or inside texts"),
         (lambda: JsonSchema({"type": "string", "pattern": "[a"}).expressions(), "form-invalid: '[a'"),
         (lambda: JsonSchema("[" * 10**5).expressions(), "file-unreadable: guide.json_schema.schema"),
