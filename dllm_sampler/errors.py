@@ -202,6 +202,8 @@ def as_typed(value: object) -> str:
     """Return a value as it is typed in a setting, for example `null` or `[1, 'a']`. A long one is shortened."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return str(int(value))  # a type check may have made 2.0 of a typed 2
     if isinstance(value, list | tuple):
         return short(f"[{', '.join(map(as_typed, value))}]")
     if isinstance(value, dict):

@@ -62,7 +62,7 @@ class BaseCache(Cache):
     memory: Any = field(init=False, default=None, repr=False, compare=False)  # see `Cache.memory`
     twin: Cache | None = field(init=False, default=None, repr=False, compare=False)
     live: bool = field(init=False, default=False, repr=False, compare=False)
-    # the last plan if its query `forks`
+    # the last plan, if the candidates of its query are forks
     forked: Plan | None = field(init=False, default=None, repr=False, compare=False)
 
     @override
@@ -186,6 +186,7 @@ class BaseCache(Cache):
     def _obstacles(self, context: Context) -> Iterator[str]:
         """Yield reasons why the cache cannot serve the model, the blocks or the scheduler."""
         spec, cache = context.spec, f"cache={named(self)}"
+        others = "cache=exact or cache=none" if self.causal else "cache=dual, cache=prefix or cache=none"
         if self.stores and not spec.cacheable:
             yield f"{cache} cannot serve this model because its forward computes whole rows only. Use cache=none."
         if self.causal and spec.attention == "bidirectional":
@@ -198,7 +199,7 @@ class BaseCache(Cache):
         if context.blocks.hides and self.keeps_noise:
             yield (
                 f"blocks={named(context.blocks)} hides the masks of blocks that are not open, and {cache} serves masks"
-                " as an earlier forward saw them. Use cache=d2f, cache=prefix or cache=none."
+                f" as an earlier forward saw them. Use {others.replace('dual', 'd2f')}."
             )
         if context.blocks.slides and self.refreshes:
             yield (
@@ -218,31 +219,32 @@ class BaseCache(Cache):
                 f"{scheduler} moves columns and adds new ones, and {cache} serves columns as an earlier forward left"
                 " them. Use cache=prefix, which computes every column that can move, or cache=none."
             )
-        if traits.needs_every_position and self.chooses:
-            yield (
-                f"{scheduler} needs a prediction at every position it asks about, and {cache} chooses which masks to"
-                " predict. Use cache=dual or cache=none."
-            )
-        if traits.drafts and not self.steady:
-            yield (
-                f"{scheduler} predicts from drafts that may be rejected, and what {cache} stores depends on drafts."
-                " Use cache=dual, cache=prefix or cache=none."
-            )
-        if traits.has(SoftInputs) and self.stores and (self.uses_padded_plan or not self.steady):
-            yield (
-                f"{scheduler} feeds mixtures of embeddings, and {cache} would serve their keys to later forwards."
-                " Use cache=dual, cache=prefix or cache=none."
-            )
         if traits.has(BlocksOpenedAhead) and self.stores:
             yield (
                 f"scheduler.eager=true opens blocks without a forward of their own, and {cache} needs that forward to"
                 " refresh what it stores. Use scheduler.eager=false or cache=none."
             )
+        if traits.drafts and not self.steady:
+            yield (
+                f"{scheduler} predicts from drafts that may be rejected, and what {cache} stores depends on drafts. Use"
+                f" {others}."
+            )
+        if traits.has(SoftInputs) and self.stores and (self.uses_padded_plan or not self.steady):
+            yield (
+                f"{scheduler} feeds mixtures of embeddings, and {cache} would serve their keys to later forwards. Use"
+                f" {others}."
+            )
         hidden = traits.find(HiddenMasks)
         if hidden is not None and hidden.horizon is not None and self.keeps_noise:
             yield (
                 f"{scheduler} hides masks beyond scheduler.max_lookahead, and {cache} serves masks as an earlier"
-                " forward saw them. Use cache=trailing, cache=none or scheduler.max_lookahead=null."
+                f" forward saw them. Use {'cache=exact' if self.causal else 'cache=trailing'}, cache=none or"
+                " scheduler.max_lookahead=null."
+            )
+        if traits.needs_every_position and self.chooses:
+            yield (
+                f"{scheduler} needs a prediction at every position that it queries, and {cache} chooses which masks to"
+                " predict. Use cache=dual or cache=none."
             )
 
 

@@ -1,7 +1,7 @@
 """The exact cache of block-causal models: finished blocks are stored, and only the current one is computed."""
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from dllm_sampler.cache.base import BaseCache, written
 from dllm_sampler.cache.store_pass import StorePass
-from dllm_sampler.core.checks import check_switch
+from dllm_sampler.core.checks import check_choice, check_switch
 from dllm_sampler.core.packing import forward_request, with_exact_sizes
 from dllm_sampler.core.protocols import Cache, Context, Denoiser, Scheduler
 from dllm_sampler.core.values import Canvas, Edit, Layout, Query, Readout
@@ -54,8 +54,7 @@ class BlockCausalCache(BaseCache):
     clean: Tensor = field(init=False, repr=False, compare=False)  # [B] what is stored before this column is final
 
     def __post_init__(self) -> None:
-        if self.store_pass not in get_args(StorePasses):
-            raise UserError("choice-unknown", f"cache.store_pass={self.store_pass!r} is unknown. Set ride or separate.")
+        check_choice("cache.store_pass", self.store_pass, StorePasses)
         check_switch("cache.token_causal", self.token_causal)
 
     @override
@@ -66,7 +65,8 @@ class BlockCausalCache(BaseCache):
         }
         for option in (name for name, is_set in chosen.items() if is_set):
             if context.spec.attention == "causal_context":
-                raise UserError("cache-incompatible", f"{option} does not support a causal context. Remove it.")
+                said = f"{option} does not support this model's causal context"
+                raise UserError("cache-incompatible", f"{said}. Remove it.")
         return super().bind(context)
 
     def around(self, scheduler: Scheduler) -> Scheduler:
@@ -99,7 +99,7 @@ class BlockCausalCache(BaseCache):
         one = replace(one, end=one.grid_start())
         cache = template.init(one, self.spec)
         assert isinstance(cache, BlockCausalCache)
-        query = Query.at(one, torch.full_like(one.start, one.length)[:, None])  # no position is asked about
+        query = Query.at(one, torch.full_like(one.start, one.length)[:, None])  # it queries no position
         wanted = forward_request(one, query, cache.computes(one), self.spec)
         wanted = with_exact_sizes(one, wanted)  # once per generation, before the first step
         _, spent = denoiser(one, query, cache.plan(one, wanted))

@@ -1,4 +1,4 @@
-"""d2Cache: each step computes the masks that are likely to be committed next, and the tokens most looked at."""
+"""d2Cache: each step computes the masks that are likely to be committed next, and the columns most looked at."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -18,18 +18,18 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 @dataclass
 class D2Cache(BaseCache):
-    """d2Cache: each forward computes the masks with the best scores and the tokens with the most attention.
+    """d2Cache: each forward computes the masks with the best scores and the columns with the most attention.
 
-        computes   the best masks, the last commits, and the tokens most looked at
+        computes   the best masks, the last commits, and the columns most looked at
         reuses     all other positions, as they were last computed
         refreshes  nothing else, after a first forward of everything
 
     Source: d2Cache, arXiv 2509.23094, which decodes by `scheduler=certainty`. A mask is scored by its last known
     confidence times the certainty density. The `masks` best ones are computed, those of the active block first. They
-    are chosen from the active block and as many later ones as it takes to have `masks` masks. The other tokens are a
-    nucleus of the attention rollout, with mass `rollout`. The rollout is the product over layers of attention mixed
-    with the identity. Its column sums are the scores. Attention is the mean over heads, and a row that is not computed
-    looks at itself.
+    are chosen from the active block and as many later ones as it takes to have `masks` masks. Of the other columns,
+    masks included, a nucleus of the attention rollout with mass `rollout` is computed. The rollout is the product over
+    layers of attention mixed with the identity. Its column sums are the scores. Attention is the mean over heads, and a
+    row that is not computed looks at itself.
 
     A mask that is not computed keeps its confidence for the choice, but no scheduler may commit it. A schedule that
     asks for more commits gets fewer. Each layer also computes attention probabilities. The rollout takes L x L numbers
@@ -45,7 +45,7 @@ class D2Cache(BaseCache):
 
     Args:
         masks: number of masks that are computed.
-        rollout: attention mass of the other tokens. Above 0 at least one token is computed. 1 computes all tokens.
+        rollout: attention mass of the other columns that are computed. Above 0 it is at least one. 1 computes all.
         sigma: width of the density's Gaussian in positions.
         gap: columns between two chosen ones are computed, too, if the two are at most `gap` apart. 0 adds none.
     """
@@ -117,7 +117,7 @@ class D2Cache(BaseCache):
     def narrow(self, canvas: Canvas, query: Query, predicted: Tensor) -> Query:
         if query.keeps_positions:
             return query
-        query = super().narrow(canvas, query, predicted)  # and asks about all computed masks, for their confidence
+        query = super().narrow(canvas, query, predicted)  # and adds all computed masks, for their confidence
         return query.join(canvas, canvas.masked & predicted, max(canvas.layout.longest, query.positions.shape[1]))
 
     @override

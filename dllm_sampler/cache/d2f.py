@@ -29,7 +29,7 @@ class D2FCache(BaseCache):
     Source: D2F, arXiv 2508.09192, as in the code of LoPA, arXiv 2512.16229. Keys and values of the prompt come from the
     first forward. Stored keys and values never change. If a forward computes several candidates, those of the candidate
     from which the step continues are stored. On models with a logit shift (Dream) the forward also stores the row that
-    predicts the next position. If it did not ask about that position (for example under `random_order`), the row is
+    predicts the next position. If it did not query that position (for example under `random_order`), the row is
     computed again.
 
     Args:

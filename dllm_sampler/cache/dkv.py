@@ -1,7 +1,7 @@
 """dKV-Cache: a token's keys and values are stored one step after its commit, and refreshed now and then."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from dllm_sampler.core.visibility import visible
 from dllm_sampler.errors import UserError
 
 Mode = Literal["decode", "prefill", "pd"]
-Shift = Literal["un", "un_right", "right"]
+Shift = Literal["un", "un_right"]
 
 
 @dataclass
@@ -34,16 +34,17 @@ class DelayedCache(BaseCache):
     On a model with a logit shift row i predicts position i + 1. The row of a token is needed while its successor is a
     mask. `un` stores a row once its successor is committed, as in the paper's main figures. The row may still be that
     of a mask, and is served until a refresh. `un_right` stores a row once both are committed, and scored higher in the
-    paper (GSM8K 77.71 against 76.34). The third variant, `right`, loses rows that masks need and is refused. The
-    canvas's last row predicts nothing and is stored once its own position is committed.
+    paper (GSM8K 77.71 against 76.34). The paper's third variant, `right`, loses rows that masks need and is left out.
+    The canvas's last row predicts nothing and is stored once its own position is committed.
 
     Args:
         refresh_every: forwards from one full forward to the next. 1 never reuses. By default the paper's 8, or 4 under
-            a logit shift.
+            a logit shift. Refused with `mode=prefill`.
         mode: `decode` is the rule above. `prefill` computes the prompt once, and all else always. `pd` computes the
             prompt once, and all else as `decode`.
         per_block: count forwards from each block's opening, and make the second one full, too (the published LLaDA
             code). If false, count over the whole generation (its Dream code). None means as published for the model.
+            Not used by `mode=prefill`.
         shift: the variant under a logit shift, `un` or `un_right`. Other models ignore it.
     """
 
@@ -58,10 +59,13 @@ class DelayedCache(BaseCache):
     def __post_init__(self) -> None:
         check_count("cache.refresh_every", self.refresh_every, optional=True)
         check_choice("cache.mode", self.mode, Mode)
-        if self.shift == "right":
-            raise UserError("options-conflict", "cache.shift=right skips rows that predict masks. Set un or un_right.")
-        if self.shift not in get_args(Shift):
-            raise UserError("choice-unknown", f"cache.shift={self.shift!r} is unknown. Set un or un_right.")
+        check_choice("cache.shift", self.shift, Shift)
+        if self.mode == "prefill" and self.refresh_every is not None:
+            raise UserError(
+                "options-conflict",
+                f"cache.refresh_every={self.refresh_every} has no effect with cache.mode=prefill. Remove it, or set"
+                " cache.mode=pd.",
+            )
 
     @override
     def begin(self, canvas: Canvas) -> None:

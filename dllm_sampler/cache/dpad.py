@@ -33,7 +33,8 @@ class DPadCache(SuffixCache):
 
     Args:
         inner: the cache for the columns that stay: none, exact, prefix, dual, periodic_prefix, periodic_dual,
-            vicinity, sparse, trailing or dkv. With none, every forward computes all columns that the block sees.
+            vicinity, sparse, trailing, dkv, d2f or delayed_prefix. With none, every forward computes all columns that
+            the block sees.
         dropout: how masks are chosen. `gaussian` draws. `even` keeps a mask if the sum of probabilities up to it
             reaches the next whole number. `uniform` draws `number` of them.
         window: number of columns after the block from which masks are chosen.

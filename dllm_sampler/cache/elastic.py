@@ -1,4 +1,4 @@
-"""Elastic-Cache: attention to the most attended tokens decides from which layer on keys and values are refreshed."""
+"""Elastic-Cache: attention of the most attended tokens decides from which layer on keys and values are refreshed."""
 
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -38,7 +38,7 @@ class ElasticCache(BaseCache):
 
         computes   the `window` leftmost masks, the last commits, and tracked tokens
         reuses     all other columns
-        refreshes  deeper layers, once attention to tracked tokens has moved in one
+        refreshes  deeper layers, once attention of tracked tokens has moved in one
 
     Source: Elastic-Cache, arXiv 2510.14973. A forward computes the rows that predict the `window` leftmost masks, the
     tokens committed by the last step, and the tracked tokens. Each layer tracks the tokens that its window looked at

@@ -12,12 +12,12 @@ from dllm_sampler.cache.base import PaddedPlan, take
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.slots import Slots
 from dllm_sampler.core import select
-from dllm_sampler.core.checks import check_count, check_share
+from dllm_sampler.core.checks import check_count, check_share, is_whole
 from dllm_sampler.core.packing import ForwardRequest
 from dllm_sampler.core.protocols import LayerParts, Plan
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.core.visibility import visible
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import invalid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class SparseCache(DualCache):
 
     Args:
         keep: share of the keys outside the block that stay, rounded down. With 1 and `delay=0` this is the dual cache.
-        kernel: number of neighbours that share a maximum, which is odd. 1 leaves scores as they are.
+        kernel: odd number of neighbouring keys that share a maximum. 1 leaves scores as they are.
         delay: whole forwards after the one that opens the block. The last one chooses.
     """
 
@@ -65,10 +65,8 @@ class SparseCache(DualCache):
     def __post_init__(self) -> None:
         check_share("cache.keep", self.keep)
         check_count("cache.delay", self.delay, 0)
-        if isinstance(self.kernel, bool) or not isinstance(self.kernel, int) or self.kernel < 1 or self.kernel % 2 == 0:
-            raise UserError(
-                "option-range", f"cache.kernel={self.kernel!r} is not a positive odd number. Set for example 3."
-            )
+        if not is_whole(self.kernel) or self.kernel < 1 or self.kernel % 2 == 0:
+            raise invalid("cache.kernel", self.kernel, "Set an odd number of at least 1, for example 3")
 
     @override
     def begin(self, canvas: Canvas) -> None:

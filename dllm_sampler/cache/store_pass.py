@@ -39,7 +39,7 @@ class StorePass(AroundWithState):
     @property
     @override
     def traits(self) -> Traits:
-        return replace(super().traits, asks_block=False)  # a forward that only stores asks nothing
+        return replace(super().traits, asks_block=False)  # a forward that only stores queries no position
 
     @override
     def ask(self, canvas: Canvas, carry: Carry) -> Query:

@@ -18,7 +18,7 @@ class StreamingCache(SuffixCache):
     its early exit `stop=block`. Its `window` is 96 to 192 for LLaDA-1.5 and 32 for Dream.
 
     Args:
-        inner: the cache for the columns that stay. It may be the same ones as in `cache=dpad`.
+        inner: the cache for the columns that stay. The same caches as in `cache=dpad` are possible.
         window: columns right after the block that stay. 0 keeps none.
         tail: last columns of the canvas that stay, too. They show the model how long the answer may be.
     """

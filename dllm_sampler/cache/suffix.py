@@ -18,7 +18,7 @@ from dllm_sampler.core.packing import ForwardRequest
 from dllm_sampler.core.protocols import Cache, Context, Plan
 from dllm_sampler.core.spec import AllColumns, BlocksOpenedAhead, ChangingLength, ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, invalid
 
 
 @dataclass
@@ -39,9 +39,7 @@ class SuffixCache(Cache, ABC):
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Cache):
-            raise UserError(
-                "option-type", f"cache.inner={self.inner!r} is not a Cache. Pass one, for example PrefixCache()."
-            )
+            raise invalid("cache.inner", self.inner, "Give an instance of a Cache, as PrefixCache()", "option-type")
         # The engine asks the wrapper, and the inner cache decides.
         vars(self).update({name: getattr(self.inner, name) for name in ("stores", "syncs", "shared", "judges_draws")})
 
@@ -54,23 +52,24 @@ class SuffixCache(Cache, ABC):
         why = next(self._obstacles(context), None)
         if why is not None:
             raise UserError("cache-incompatible", why)
-        try:
-            inner = self.inner.bind(context)
-        except UserError as error:
-            said = re.sub(r"cache\.(?!inner)(?=\w)|cache(?==)", lambda found: f"cache.inner{found[0][5:]}", str(error))
-            raise UserError(error.code, f"cache={named(self)}: {said}") from None
-        if isinstance(inner, SuffixCache):
+        if isinstance(self.inner, SuffixCache):
             raise UserError(
                 "cache-incompatible",
                 f"cache={named(self)} and cache.inner={named(self.inner)} both choose masks. Set cache.inner=dual.",
             )
-        if not isinstance(inner, BaseCache) or (inner.keeps_noise and not inner.refreshes):
+        if not isinstance(self.inner, BaseCache) or (
+            self.inner.stores and self.inner.keeps_noise and not self.inner.refreshes
+        ):
             raise UserError(
                 "cache-incompatible",
                 f"cache={named(self)} hides other masks in each block, so its inner cache must compute all columns when"
                 f" a block opens, unlike cache.inner={named(self.inner)}. Set cache.inner to prefix, dual or none.",
             )
-        return replace(self, inner=inner)
+        try:
+            return replace(self, inner=self.inner.bind(context))
+        except UserError as error:
+            said = re.sub(r"cache\.(?!inner)(?=\w)|cache(?==)", lambda found: f"cache.inner{found[0][5:]}", str(error))
+            raise UserError(error.code, f"cache={named(self)}: {said}") from None
 
     @override
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:

@@ -101,8 +101,9 @@ def check(chosen: dict[str, Any]) -> int:
     except Exception as error:  # whatever the user's plug-in raises
         return _report("", [(None, explained(error, built))], 1)
     if not cases:
-        reason = promises.refusal("llada", **chosen)
-        return _report("It runs", [(None, f"No combination of plug-ins is legal. With the plainest ones: {reason}")], 1)
+        first = {promises.refusal(toy, **chosen): toy for toy in reversed(TOYS)}  # a toy for each reason
+        said = " ".join(f"On the small network {toy}: {reason}" for reason, toy in reversed(first.items()))
+        return _report("It runs", [(None, f"No combination of plug-ins is legal. {said}")], 1)
     failures = 0
 
     def keep(promise: str, cases: Sequence[Labelled], test: Callable[[Any], object], hint: str = "") -> list[Labelled]:
@@ -225,7 +226,8 @@ def explained(error: Exception, built: Sequence[Any]) -> str:
     frame = next((one for one in reversed(frames) if one.filename in own), frames[-1])
     where = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
     if isinstance(error, HostRead):
-        return f"A step reads the device: {error} ({where}). Use tensor operations, or set graph_safe or syncs."
+        way = "Use tensor operations, or declare it by Traits(graph_safe=False) of a scheduler or syncs=True of a cache"
+        return f"A step reads the device: {error} ({where}). {way}."
     return f"It raised {type(error).__name__}: {' '.join(str(error).split())} ({where})."
 
 

@@ -19,7 +19,7 @@ from dllm_sampler.core.around import Around
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.spec import ChangingLength, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import FAULTS, UserError
+from dllm_sampler.errors import FAULTS, UserError, counted
 from dllm_sampler.result import Commits, Result
 from dllm_sampler.sampler import Sampler
 
@@ -177,8 +177,8 @@ def check_prompts(case: Case) -> None:
             changed = (getattr(before, name) != getattr(after, name)).any(1) & rests
             if changed.any():
                 raise Broken(
-                    f"Row {int(changed.int().argmax())} was finished after {before.step} forwards, and its {name}"
-                    " changed later."
+                    f"Row {int(changed.int().argmax())} was finished after {counted(before.step, 'forward')}, and its"
+                    f" {name} changed later."
                 )
 
 
@@ -202,7 +202,7 @@ def check_commits(case: Case) -> None:
             now = "a mask again" if after.masked[row, position] else f"token {int(after.tokens[row, position])}"
             raise Broken(
                 f"A committed token changes, and `traits` says revises=False: position {position} of row {row} is token"
-                f" {int(before.tokens[row, position])} after {before.step} forwards, and then {now}. Set"
+                f" {int(before.tokens[row, position])} after {counted(before.step, 'forward')}, and then {now}. Set"
                 " Traits(revises=True)."
             )
 
@@ -219,13 +219,14 @@ def check_end(case: Case) -> None:
     if unfinished.any():
         row = int(unfinished.int().argmax())
         raise Broken(
-            f"Row {row} does not end: it has {int(steps[-1].masked[row].sum())} masks after {len(steps)} forwards, and"
-            f" `bound` promises at most {bound} for {TOKENS} tokens. Commit an eligible position in each step, or raise"
-            " `bound`."
+            f"Row {row} does not end: it has {counted(int(steps[-1].masked[row].sum()), 'mask')} after"
+            f" {counted(len(steps), 'forward')}, and `bound` promises at most {bound} for {TOKENS} tokens. Commit an"
+            " eligible position in each step, or raise `bound`."
         )
     if len(steps) > bound:
         raise Broken(
-            f"It took {len(steps)} forwards, and `bound` promises at most {bound} for {TOKENS} tokens. Raise `bound`."
+            f"It took {counted(len(steps), 'forward')}, and `bound` promises at most {bound} for {TOKENS} tokens. Raise"
+            " `bound`."
         )
     if len(steps) != int(result.nfe.max()):
         raise Broken(f"{len(steps)} steps were made, and the largest NFE of a row is {int(result.nfe.max())}.")
@@ -283,7 +284,7 @@ class Aged(Around):
 
 @dataclass(frozen=True)
 class Asked(Around):
-    """A scheduler that may ask only about the positions that its traits name."""
+    """A scheduler around another one that refuses queries of positions that the traits exclude."""
 
     @override
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
@@ -307,10 +308,10 @@ class Asked(Around):
 
 
 def check_asks(scheduler: Settings, toy: str = "llada") -> None:
-    """Check that a scheduler asks about the positions that `traits.asks` and `traits.asks_block` say.
+    """Check that a scheduler queries the positions that `traits.asks` and `traits.asks_block` say.
 
     Raises:
-        Broken: it asks about other positions.
+        Broken: it queries other positions.
         CannotTry: its traits promise nothing, or it cannot be wrapped.
     """
     inner: Scheduler = config.build("scheduler", scheduler)

@@ -137,7 +137,7 @@ def forget() -> None:
 
 
 def guarded(fused: Function, plain: Function) -> Function:
-    """Return a function that calls `fused`, or `plain` for arguments `alike` those with which `fused` has failed."""
+    """Return a function that calls `fused`, or `plain` for arguments `alike` to those with which `fused` has failed."""
     failed: set[Hashable] = set()
 
     @wraps(fused)

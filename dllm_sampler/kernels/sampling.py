@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dllm_sampler.errors import UserError
+from dllm_sampler.core.checks import check_number
+from dllm_sampler.errors import UserError, as_typed, invalid
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,12 @@ class Sampling:
             UserError: the temperature is negative or not finite, or above 0 without keys, `mask_id` is outside the
                 vocabulary, or a row is not contiguous.
         """
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError("option-range", f"temperature is {self.temperature!r}. Set a finite number of at least 0.")
+        check_number("temperature", self.temperature, finite=True)
         if self.draws and self.keys is None:
-            raise UserError("option-missing", f"temperature={self.temperature} needs keys. Pass each row's noise.key.")
+            said = f"temperature={as_typed(self.temperature)} draws tokens, and keys is None"
+            raise UserError("option-missing", f"{said}. Pass the noise.key of each row as `keys`.")
         if self.mask_id is not None and not 0 <= self.mask_id < vocab:
-            raise UserError("token-outside-vocabulary", f"mask_id is {self.mask_id}. Set an id from 0 to {vocab - 1}.")
+            raise invalid("mask_id", self.mask_id, f"Set an id from 0 to {vocab - 1}", "token-outside-vocabulary")
         if rows.dim() != 2 or rows.stride(1) != 1:
             shape = f"shape {tuple(rows.shape)} and strides {rows.stride()}"
             raise UserError("shape-mismatch", f"The tensor has {shape}. Pass [N, width] with contiguous rows.")

@@ -26,7 +26,7 @@ class AmongTop(Around):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Return the statistics that the inner scheduler needs, and probabilities."""
+        """Fields of `Readout` that the inner scheduler needs, and probabilities."""
         return super().needs | {"probabilities"}
 
     @override

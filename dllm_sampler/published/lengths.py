@@ -37,7 +37,7 @@ class AboveThreshold(Scheduler):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Return `probabilities`, since the mask token may be excluded from them."""
+        """Probabilities, since the mask token may be excluded from them."""
         return frozenset({"probabilities"})
 
     def bind(self, context: Context) -> AboveThreshold:

@@ -102,7 +102,7 @@ def seeds(canvas: Canvas) -> Tensor:
 
 
 def prefills(canvas: Canvas) -> Tensor:
-    """Return `[B] bool` rows whose forward only stores the prompt's full blocks, since it ends inside a block."""
+    """Return `[B] bool` rows whose forward only stores the prompt's full blocks. The prompt ends inside a block."""
     return (
         (canvas.step == 0)
         & (canvas.start > (0 if canvas.layout.grid is None else canvas.layout.grid.length))

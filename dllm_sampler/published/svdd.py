@@ -40,7 +40,7 @@ class AbsorbingKernel(Scheduler):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Return `probabilities`, from which tokens are drawn."""
+        """Probabilities, from which tokens are drawn."""
         return frozenset({"probabilities"})
 
     def masks(self) -> Tensor:

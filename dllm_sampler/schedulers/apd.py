@@ -38,7 +38,8 @@ class ParallelDecoding(Leftmost):
     Args:
         max_lookahead: M, columns from the first mask on that the model sees and drafts. With None all.
         verifier: a causal LM of transformers with the model's tokenizer: a folder, a hub id or a live model.
-        mixture_weight: R, the model's own share. 1 takes every draft, 0 only what the verifier draws.
+        mixture_weight: R, the model's own share. 1 accepts every draft. 0 accepts what the verifier draws too, and the
+            first token.
     """
 
     max_lookahead: int | None = 100

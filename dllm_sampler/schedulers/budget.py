@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import select
+from dllm_sampler.core.checks import is_real
 from dllm_sampler.core.values import Canvas
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import invalid
 
 
 class SharedSteps:
@@ -22,9 +23,9 @@ class SharedSteps:
 
 
 def check_eps(eps: float) -> None:
-    """Refuse an end time that is not a float between 0 and 1, both excluded."""
-    if not isinstance(eps, float) or not 0 < eps < 1:
-        raise UserError("option-range", f"scheduler.eps is {eps!r}. Set a number above 0 and below 1.")
+    """Refuse an end time that is not a number above 0 and below 1."""
+    if not is_real(eps) or not 0 < eps < 1:
+        raise invalid("scheduler.eps", eps, "Set a number above 0 and below 1")
 
 
 def block_steps(canvas: Canvas, steps: int | None) -> Tensor:

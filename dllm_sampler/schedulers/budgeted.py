@@ -55,7 +55,7 @@ class BudgetedThreshold(SharedSteps, Threshold):
     @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         sure, eligible, opens = readout.confidence[:, 0], canvas.eligible(query.positions), canvas.age == 0
-        left = canvas.noise_left()  # [B] on the canvas: a cache may choose which masks are asked
+        left = canvas.noise_left()  # [B] on the canvas: a cache may choose which masks are queried
         planned = left.clamp(min=1) if self.steps is None else block_steps(canvas, self.steps)
         quota = torch.where(opens, (left + planned - 1) // planned, carry[0])
         steps = torch.where(opens, planned, carry[2])
@@ -63,6 +63,6 @@ class BudgetedThreshold(SharedSteps, Threshold):
         place = rank(self.order(canvas, query, sure), eligible)  # [B, Q]
         considered = torch.minimum((quota + carry[1]).clamp(min=1), left)  # [B], a full block carries nothing on
         commit = eligible & (place < considered[:, None]) & ((sure >= self.threshold) | (place == 0))
-        rejected = considered - commit.sum(1)  # and what was not asked
+        rejected = considered - commit.sum(1)  # and what was not queried
         over = (canvas.age + 1 >= steps) & (rejected > 0)
         return Edit(readout.token[:, 0], commit), (quota.masked_fill(over, 0), rejected, steps)

@@ -76,7 +76,7 @@ class Coherent(SharedSteps, Scheduler):
     @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         at, token, eligible = query.positions, readout.token[:, 0], canvas.eligible(query.positions)  # [B, Q]
-        left = canvas.noise_left()  # [B] on the canvas: a cache may choose which masks are asked
+        left = canvas.noise_left()  # [B] on the canvas: a cache may choose which masks are queried
         share, plan = even_share(canvas, self.steps, carry[3], left)
         late = left <= self.late * (canvas.stop - canvas.start)
         short = late | (canvas.age == 0)  # a line ends with its block

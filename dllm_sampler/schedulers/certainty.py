@@ -9,8 +9,8 @@ from dllm_sampler.core.checks import check_positive
 from dllm_sampler.core.density import density
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Query, Readout
-from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.fixed import FixedSteps
+from dllm_sampler.schedulers.score import check_factors
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class CertaintyPrior(FixedSteps):
     becomes nearly left to right.
 
     Args:
+        score: see `FixedSteps`. Scores that are negative numbers (entropy, position) are refused.
         sigma: width of the Gaussian in positions. Large values leave the score's own order.
     """
 
@@ -37,12 +38,7 @@ class CertaintyPrior(FixedSteps):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive("scheduler.sigma", self.sigma, "a number of positions")
-        if self.score == "entropy":
-            raise UserError(
-                "options-conflict",
-                "scheduler.score=entropy cannot be multiplied by a density, because low entropies come first. Use"
-                " scheduler.score=confidence.",
-            )
+        check_factors(self.score)
 
     @property
     def traits(self) -> Traits:

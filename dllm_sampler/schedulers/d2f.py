@@ -39,7 +39,7 @@ class D2F(Scheduler):
     blocks: Blocks | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_number("scheduler.threshold", self.threshold, "a probability (1: one per block and step)")
+        check_number("scheduler.threshold", self.threshold, "a probability")
         check_choice("scheduler.score", self.score, Sureness)
 
     @property

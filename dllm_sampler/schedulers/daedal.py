@@ -20,7 +20,7 @@ class Daedal(Lengthening):
         canvas = initial masks
         while signal(model(canvas)) < grow:
             append expand masks
-        append eos_tokens // 2 end tokens
+        append eos_tokens // 2 end-of-text tokens
         while masks remain:
             prediction = model(canvas)
             commit inner(canvas, prediction)
@@ -29,15 +29,15 @@ class Daedal(Lengthening):
                 insert expand - 1 masks after q
 
     Source: DAEDAL, arXiv 2508.00819, the rule of its code. The signal is the sum of the probabilities of the last
-    `eos_tokens` predicted end tokens, divided by `eos_tokens`. `max_new_tokens` is a bound: nothing is appended beyond
-    it, and an insertion cuts off at the right what exceeds it. Blocks are windows that begin where the one before
-    ended. Deviations: the published function commits above its threshold. Here the inner scheduler decides, and the
-    mask token is never chosen. The published function ends all rows of a batch together, and fails under guidance. Here
-    guidance masks the prompt.
+    `eos_tokens` predicted end-of-text tokens, divided by `eos_tokens`. `max_new_tokens` is a bound: nothing is appended
+    beyond it, and an insertion cuts off at the right what exceeds it. Blocks are windows that begin where the one
+    before ended. Deviations: the published function commits above its threshold. Here the inner scheduler decides, and
+    the mask token is never chosen. The published function ends all rows of a batch together, and fails under guidance.
+    Here guidance masks the prompt.
 
     Args:
         inner, initial, expand, eos_tokens: see `Lengthening`.
-        grow: signal to reach before decoding begins. With 0 the answer keeps its initial length.
+        grow: signal to reach before decoding begins. With 0 no masks are appended.
         insert: signal from which on nothing is inserted. With 0 nothing ever is.
         unsure: confidence of the least sure mask below which masks are inserted after it.
     """

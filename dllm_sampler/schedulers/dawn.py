@@ -57,7 +57,7 @@ class Dawn(Scheduler):
 
     def __post_init__(self) -> None:
         for name in ("threshold", "low", "induce"):
-            check_number(f"scheduler.{name}", getattr(self, name), "a probability (above 1: never)")
+            check_number(f"scheduler.{name}", getattr(self, name), "a probability")
         for name in ("edge", "sink"):
             check_number(f"scheduler.{name}", getattr(self, name))
         check_switch("scheduler.relative_sink", self.relative_sink)

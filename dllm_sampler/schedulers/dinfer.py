@@ -25,7 +25,8 @@ class DInferThreshold(Threshold):
 
     Args:
         threshold: probability. Above 1 only the best and its near-ties are committed.
-        slack: largest difference from the best confidence that counts as a tie.
+        slack: largest difference from the best confidence that counts as a tie. Not used if `position_temperature` is
+            above 0.
     """
 
     slack: float = 1e-5

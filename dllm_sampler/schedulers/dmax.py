@@ -65,7 +65,7 @@ class SoftParallel(Scheduler):
         return Standing(none, torch.zeros_like(none, dtype=torch.float32))
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """Ask for the whole block. Tokens that the last forward predicted are soft."""
+        """Return a query about the whole block. Tokens that the last forward predicted are soft inputs."""
         query = Query.window(canvas)
         at, token = query.positions, query.ids[:, 0]
         soft = canvas.inside(at) & ~canvas.masked.gather(1, at) & (carry.token.gather(1, at) == token)

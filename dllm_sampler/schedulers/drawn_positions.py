@@ -49,7 +49,7 @@ class DrawnPositions(Scheduler, ABC):
         return torch.where(chosen.any(1, keepdim=True), chosen, drawn)
 
     def order(self, canvas: Canvas, query: Query, sure: Tensor) -> Tensor:
-        """Return `[B, Q]` ranks of the queried positions, higher first, for confidences `sure [B, Q]`."""
+        """Return `[B, Q]` numbers that rank the queried positions, higher first, for confidences `sure [B, Q]`."""
         if not self.position_temperature:
             return sure
         noise = canvas.layout.noise.order(canvas, query.positions, canvas.noise_left())

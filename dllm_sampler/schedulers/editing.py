@@ -78,7 +78,7 @@ class TokenEditing(Threshold):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("scheduler.edit", self.edit, "a probability (from 1 on: no edits)")
+        check_number("scheduler.edit", self.edit, "a probability")
         check_count("scheduler.quota", self.quota)
         check_count("scheduler.extra", self.extra, 0)
         if self.remask is not None:

@@ -12,7 +12,7 @@ from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Carry, Context, Guide, Scheduler
 from dllm_sampler.core.spec import Traits, UniformNoise, with_bound_fields
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, as_typed
 from dllm_sampler.guides.annealing import LinearTemperature
 from dllm_sampler.schedulers.entropy_bound import bounded
 
@@ -61,8 +61,8 @@ class EntropyRenoise(Scheduler):
         check_count("scheduler.stability_threshold", self.stability_threshold, 0, optional=True)
         check_number("scheduler.confidence_threshold", self.confidence_threshold, optional=True)
         if self.t_max < self.t_min:
-            said = f"scheduler.t_max={self.t_max!r} is below scheduler.t_min={self.t_min}"
-            raise UserError("option-range", f"{said}. Set scheduler.t_max={self.t_min} or more.")
+            said = f"scheduler.t_max={as_typed(self.t_max)} is below scheduler.t_min={as_typed(self.t_min)}"
+            raise UserError("option-range", f"{said}. Raise scheduler.t_max, or lower scheduler.t_min.")
 
     def bind(self, context: Context) -> Self:
         """Return a copy that knows if a guide restricts the form of the answer."""
@@ -80,7 +80,8 @@ class EntropyRenoise(Scheduler):
                 raise UserError(
                     "plugins-incompatible",
                     f"scheduler=entropy_renoise ends a block with its best tokens, and guide={named(guide)} may refuse"
-                    " some. Set guide.grammar.depth=N, which chooses tokens together, or use another scheduler.",
+                    " some. Use another scheduler, or a guide that chooses tokens together, as guide=grammar with"
+                    " guide.grammar.depth=3 does.",
                 )
         if self.t_max == 0:
             return given

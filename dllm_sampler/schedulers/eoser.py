@@ -1,4 +1,4 @@
-"""EOSER: lower the rank of end tokens early in decoding."""
+"""EOSER: lower the rank of end-of-text tokens early in decoding."""
 
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self
@@ -22,19 +22,19 @@ Progress = Literal["committed", "step", "ascending"]
 
 @dataclass(frozen=True)
 class Eoser(Around):
-    """EOSER around another scheduler: end tokens lose confidence, and less so as decoding proceeds.
+    """EOSER around another scheduler: end-of-text tokens lose confidence, and less so as decoding proceeds.
 
         while masks remain in the block:
             token, confidence = model(canvas)
             factor = low + (high - low) * progress, progress from 0 to 1
-            confidence = factor * confidence where token is an end token
+            confidence = factor * confidence where token is an end-of-text token
             commit inner(canvas, token, confidence)
 
     Source: EOSER, arXiv 2509.23924. Only the inner scheduler's ranking changes, no token.
 
     Args:
         inner: the scheduler that ranks by confidence.
-        low, high: factor at the start and at the end of decoding. End tokens are held back early where low < high.
+        low, high: factor at the start and at the end of decoding. End-of-text tokens are held back early if low < high.
         progress: `committed` is the share of the answer that is committed before this step. `step`, as published, is
             the forward's number in its block over `steps - 1` (the paper's rule for one block only). `ascending`, as
             published with ASS, is (2^(t+1) - 1) / 2^steps in step t of the row.
@@ -54,25 +54,25 @@ class Eoser(Around):
         check_choice("scheduler.progress", self.progress, Progress)
         check_count("scheduler.steps", self.steps, optional=True)
         if (self.progress == "committed") != (self.steps is None):
-            does, way_out = "needs", "Set steps, or progress=committed"
+            said = f"scheduler.progress={self.progress} needs scheduler.steps, which is not set"
+            way_out = "Set scheduler.steps, or scheduler.progress=committed"
             if self.steps is not None:
-                does, way_out = "does not use", "Remove steps, or set progress=step"
-            said = f"scheduler=eoser: progress={self.progress} {does} steps"
+                said = f"scheduler.steps={self.steps} has no effect with scheduler.progress=committed"
+                way_out = "Remove it, or set scheduler.progress=step"
             raise UserError("options-conflict", f"{said}. {way_out}.")
-        inner = named(check_inner(self.inner))
-        if self.inner.traits.drafts:
-            around = isinstance(self.inner, Around)
-            way_out = f"Use scheduler={inner} with scheduler.inner=eoser" if around else "Use scheduler.inner=fixed"
-            raise UserError("scheduler-incompatible", f"scheduler=eoser cannot change drafts of {inner}. {way_out}.")
-        if self.inner.traits.has(ChangingLength):
+        inner, traits = named(check_inner(self.inner)), self.inner.traits
+        reasons = {
+            "which drafts": traits.drafts,
+            "which measures the confidence of end-of-text tokens": traits.has(ChangingLength),
+            "which does not use confidences as it is set": not traits.ranks_by_confidence,
+        }
+        why = next((reason for reason, holds in reasons.items() if holds), None)
+        if why is not None:
+            around = traits.drafts and isinstance(self.inner, Around)
+            way_out = f"Use scheduler={inner} with scheduler.inner=eoser" if around else "Use scheduler.inner=threshold"
             raise UserError(
                 "scheduler-incompatible",
-                f"scheduler=eoser changes confidences of end tokens that {inner} relies on. Use scheduler.inner=fixed.",
-            )
-        if not self.inner.traits.ranks_by_confidence:
-            raise UserError(
-                "scheduler-incompatible",
-                f"scheduler=eoser scales confidences that {inner} ignores. Use scheduler.inner=fixed.",
+                f"scheduler=eoser does not support scheduler.inner={inner}, {why}. {way_out}.",
             )
 
     @property

@@ -100,7 +100,7 @@ class FixedSteps(SharedSteps, Scheduler):
 
     def count(self, canvas: Canvas, carry: Carry) -> tuple[Tensor, Carry]:
         """Return `[B]` positions that this step commits, and the next step's carry."""
-        left = canvas.noise_left()  # on the canvas: a cache may choose which masks are asked
+        left = canvas.noise_left()  # on the canvas: a cache may choose which masks are queried
         if self.schedule in ROUNDED:
             opens = canvas.age == 0
             done = carry[0].masked_fill(opens, 0)

@@ -29,7 +29,7 @@ class Hierarchical(Scheduler):
     Source: hierarchical decoding in dInfer, arXiv 2510.08666. Comparisons are strict, as published.
 
     Args:
-        low: confidence the best of a run must exceed. The surest mask of the block is committed in any case.
+        low: confidence that the best of a run must exceed. The surest of `free` is chosen in any case.
         threshold: confidence above which masks are committed wherever they are. With None this rule is off.
         remask: confidence below which a committed position of the block counts as a mask. It is either chosen again or
             becomes noise. None remasks nothing.
@@ -81,8 +81,8 @@ class Hierarchical(Scheduler):
     @staticmethod
     def _nominees(canvas: Canvas, query: Query, place: Tensor, free: Tensor) -> Tensor:
         """Return `[B, Q] bool` the position of best rank `place [B, Q]` in each run of neighbours in `free [B, Q]`."""
-        # Runs of the canvas: a cache may choose which of a run's masks are asked, so there may be more runs than asked
-        # masks. Padding is never open, nor is what a finished row left.
+        # Runs of the canvas: a cache may choose which of a run's masks are queried, so there may be more runs than
+        # queried masks. Padding is never free, nor is what a finished row left.
         row = (canvas.masked & canvas.in_block() & ~canvas.done[:, None]).scatter(1, query.positions, free)
         run = (row & ~row.roll(1, 1)).cumsum(1).gather(1, query.positions)  # [B, Q], from 1 where it is free
         worst = place.shape[1]

@@ -95,7 +95,7 @@ class Klass(FixedSteps):
         row = last + select.arange(len(asked), last.device)[:, None] * asked.shape[1]
         move = now.drift(then, row, self.precise).clamp(min=0)
         past = torch.cat([moves.flatten(0, 1)[row][..., 1:], move[..., None]], -1)  # [B, Q, history]
-        # Masks only become fewer, but a cache that chooses among them may not have asked this one last time.
+        # Masks only become fewer, but a cache that chooses among them may not have queried this one last time.
         new = (asked.gather(1, last) != at) | (canvas.age == 0)[:, None]
         past = past.masked_fill(new[..., None], torch.inf)
         sure = readout.confidence[:, 0]  # [B, Q]

@@ -34,7 +34,7 @@ class Leftmost(Scheduler):
         return facts if limit is None else replace(facts, scope="model").adding(HiddenMasks(limit))
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """Ask for the masks up to the horizon. No mask after it is seen."""
+        """Return a query about the masks before the horizon. The model sees no mask from there on."""
         if self.max_lookahead is None:
             return Query.masks(canvas)
         horizon = self.horizon(canvas, self.max_lookahead)
@@ -43,7 +43,7 @@ class Leftmost(Scheduler):
         return Query.at(canvas, masks).before(canvas, horizon)
 
     def draft(self, canvas: Canvas, query: Query) -> Tensor:
-        """Return `[B, Q] bool` the positions asked about that this step may commit."""
+        """Return `[B, Q] bool` the queried positions that this step may commit."""
         eligible = canvas.eligible(query.positions)
         if self.max_lookahead is None:
             return eligible

@@ -1,4 +1,4 @@
-"""The base of schedulers around another one that change the length of answers by the probability of end tokens."""
+"""The base of schedulers around another one that change answers' lengths by the probability of end-of-text tokens."""
 
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -29,7 +29,7 @@ class Lengthening(Around):
         inner: the scheduler that decides the commits.
         initial: columns that an answer begins with, after the given ones.
         expand: columns of one expansion.
-        eos_tokens: number of predicted end tokens in the signal.
+        eos_tokens: number of predicted end-of-text tokens in the signal.
     """
 
     inner: Scheduler = field(default_factory=Threshold)
@@ -47,15 +47,16 @@ class Lengthening(Around):
         reasons = {
             "drafts tokens": traits.drafts,
             "remasks or replaces tokens": traits.revises,
-            "changes them too": traits.has(ChangingLength),
-            "hides masks": traits.has(HiddenMasks),
-            "needs more than the logits of one block": traits.scope != "block",
+            "changes the length of answers, too": traits.has(ChangingLength),
+            "hides masks from the model": traits.has(HiddenMasks),
+            "counts steps or tokens over the whole answer": traits.scope == "answer",
+            "needs more of the model than the logits of one block": traits.scope == "model",
         }
         why = next((reason for reason, holds in reasons.items() if holds), None)
         if why is not None:
             raise UserError(
                 "scheduler-incompatible",
-                f"scheduler={named(self)} changes lengths, and {named(self.inner)} {why}. Use"
+                f"scheduler={named(self)} does not support scheduler.inner={named(self.inner)}, which {why}. Use"
                 " scheduler.inner=threshold.",
             )
 
@@ -71,7 +72,7 @@ class Lengthening(Around):
         return super().needs | {"probabilities"} if self.draws else super().needs
 
     def bind(self, context: Context) -> Self:
-        """Return a bound copy that stores the end tokens and the mask token."""
+        """Return a bound copy that stores the end-of-text tokens and the mask token."""
         spec = context.spec
         mask = spec.pad_id if spec.mask_id is None else spec.mask_id  # without a mask token it is refused
         return with_bound_fields(super().bind(context), end_ids=spec.eos_ids, mask=mask, draws=context.draws)
@@ -90,7 +91,7 @@ class Lengthening(Around):
         """Return None, since insertions are not known before the forward."""
 
     def ends(self, canvas: Canvas, query: Query, readout: Readout) -> tuple[Tensor, Tensor]:
-        """Return `[B, Q] bool` positions whose best token is an end token, and `[B, Q]` that token's probability."""
+        """Return `[B, Q] bool` positions whose best token is an end-of-text token, and `[B, Q]` its probability."""
         token, sure = readout.token[:, 0], readout.confidence[:, 0]
         if readout.probabilities is not None:
             token = argmax(readout.probabilities[:, 0])
@@ -98,7 +99,7 @@ class Lengthening(Around):
         return is_end(token, self.end_ids) & (sure > 0) & (query.positions < canvas.end[:, None]), sure
 
     def signal(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
-        """Return `[B] float64` the mean probability of the last `eos_tokens` end tokens. Missing ones count as 0."""
+        """Return `[B] float64` the mean probability of the last `eos_tokens` such tokens. Missing ones count as 0."""
         ends, sure = self.ends(canvas, query, readout)
         last = ends.flip(1).cumsum(1).flip(1) <= self.eos_tokens
         # A sum has these digits in any order, so a row's signal is the same in every batch.

@@ -68,7 +68,8 @@ class LoPA(Around):
         if self.forks and why is not None:
             raise UserError(
                 "scheduler-incompatible",
-                f"scheduler={named(self)} cannot fork for {named(self.inner)}, which {why}. Use scheduler.inner=d2f.",
+                f"scheduler={named(self)} does not support scheduler.inner={named(self.inner)}, which {why}. Use"
+                " scheduler.inner=d2f.",
             )
         check_choice("scheduler.score", self.score, Sureness)
         check_share("scheduler.share", self.share)
@@ -105,7 +106,7 @@ class LoPA(Around):
         return Held(super().init(canvas), Forks.none(canvas, self.forks))
 
     def ask(self, canvas: Canvas, carry: Held) -> Query:
-        """Return the inner scheduler's query about the canvas and the forks."""
+        """Return the inner scheduler's query, with the canvas and the forks as candidates."""
         if not self.forks:
             return super().ask(canvas, carry)
         assert self.blocks is not None

@@ -16,6 +16,7 @@ from dllm_sampler.errors import UserError, first_line
 from dllm_sampler.host.paths import expanded
 from dllm_sampler.host.reading import load_json
 from dllm_sampler.schedulers.fixed import FixedSteps
+from dllm_sampler.schedulers.score import check_factors
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class PositionCalibrated(FixedSteps):
     Source: PC-Sampler, arXiv 2508.13021. The offset counts from the block's start, as in the published code.
 
     Args:
+        score: see `FixedSteps`. Scores that are negative numbers (entropy, position) are refused.
         frequency: JSON file with `num_token` and `p_baseline_dict` (token id to count). Tokens outside it count as
             seen once. With None every token is equally frequent.
         decay: lambda per position. 0 ignores positions, large values decode left to right.
@@ -47,6 +49,7 @@ class PositionCalibrated(FixedSteps):
         super().__post_init__()
         check_number("scheduler.decay", self.decay, finite=True)
         check_number("scheduler.alpha", self.alpha)
+        check_factors(self.score)
 
     @property
     def traits(self) -> Traits:
@@ -65,26 +68,23 @@ class PositionCalibrated(FixedSteps):
         share = torch.full((spec.vocab_size,), 1 / spec.vocab_size)
         if self.frequency is not None:
             path, name = expanded("scheduler.frequency", self.frequency), f"scheduler.frequency={self.frequency}"
+            way = 'Name a JSON file such as {"num_token": 100, "p_baseline_dict": {"5": 12}}, with a count by token id.'
             try:
                 table = load_json(path.read_text(encoding="utf-8"))
+            except OSError as error:
+                raise UserError("file-unreadable", f"{name} cannot be read ({error.strerror}). {way}") from error
+            except ValueError as error:
+                raise UserError("file-invalid", f"{name} is not JSON in UTF-8 ({first_line(error)}). {way}") from error
+            try:
                 total = float(table["num_token"])
                 counts = {int(token): float(count) for token, count in table["p_baseline_dict"].items()}
-            except OSError as error:
-                raise UserError(
-                    "file-unreadable", f"{name} cannot be read ({error.strerror}). Name a readable JSON file."
-                ) from error
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise UserError(
-                    "file-invalid",
-                    f"{name} is not a table of token counts ({first_line(error)}). Give a JSON file such as"
-                    ' {"num_token": 100, "p_baseline_dict": {"5": 12}}.',
-                ) from error
-            if not (0 < total < math.inf) or not all(0 <= count < math.inf for count in counts.values()):
-                raise UserError(
-                    "file-invalid",
-                    f"{name} has a num_token that is not above 0, or a negative or infinite count. Count the tokens"
-                    " again.",
-                )
+                raise UserError("file-invalid", f"{name} is not a table of token counts. {way}") from error
+            wrong = next((token for token, count in counts.items() if not 0 <= count < math.inf), None)
+            if wrong is not None or not 0 < total < math.inf:
+                said = f"the num_token {total:g}" if wrong is None else f"the count {counts[wrong]:g} for token {wrong}"
+                least = "above 0" if wrong is None else "of at least 0"
+                raise UserError("file-invalid", f"{name} has {said}. Set a finite number {least} there.")
             share.fill_(1 / total)
             known = [token for token in counts if 0 <= token < spec.vocab_size]
             share[known] = torch.tensor([counts[token] / total for token in known])

@@ -61,7 +61,7 @@ class Remdm(Remasking):
         # Steps of the plain schedule up to this forward: revisions do not count.
         made = first + beyond - beyond.clamp(0, self.revisions)
         target = made if steps is length else made * (length // steps) + torch.minimum(made, length % steps)
-        # No cache chooses among the masks (`needs_every_position`): all that the block has are asked.
+        # No cache chooses among the masks (`needs_every_position`): all that the block has are queried.
         commit = top(readout.confidence[:, 0], eligible, target - length + eligible.sum(1))
 
         record = torch.where(commit, readout.confidence[:, 0], carry.gather(1, at))

@@ -21,7 +21,7 @@ SHARE, FEW, MANY = 0.7, 5, 20  # a step commits at most this share of the masks,
 
 
 class Predicted(NamedTuple):
-    """The predictions of the last forward, at the positions that it was asked about."""
+    """The predictions of the last forward, at its queried positions."""
 
     positions: Tensor  # [B, Q]
     law: Tensor  # [B, Q, V] probabilities

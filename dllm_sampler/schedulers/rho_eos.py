@@ -1,4 +1,4 @@
-"""rho-EOS: an answer grows and shrinks while it is decoded, by the end tokens that the model predicts in it."""
+"""rho-EOS: an answer grows and shrinks while it is decoded, by the end-of-text tokens that the model predicts in it."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -11,7 +11,7 @@ from dllm_sampler.core.checks import check_choice, check_count, check_share
 from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Resize
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, as_typed
 from dllm_sampler.schedulers.lengthening import Lengthening
 
 Scale = Literal["exp", "linear", "const"]
@@ -21,7 +21,7 @@ SEGMENT, MOST, STEPS = 0.1, 8, 64  # signal per segment, expansions in a step, s
 
 @dataclass(frozen=True)
 class RhoEos(Lengthening):
-    """rho-EOS around another scheduler: answers grow where few end tokens are predicted, and shrink where many are.
+    """rho-EOS around another scheduler: answers with few predicted end-of-text tokens grow, those with many shrink.
 
         canvas = initial masks
         while masks remain:
@@ -45,10 +45,10 @@ class RhoEos(Lengthening):
         low, high: bounds of the signal, inclusive.
         scale: growth of n with the distance from the range, as above.
         signal_of: `confidence`, as in the published code and DAEDAL, is the mean probability of the last `eos_tokens`
-            predicted end tokens. Missing ones count as 0. `density`, as in the paper, is the share of masks that are
-            predicted to be end tokens. It is 0 without masks.
+            predicted end-of-text tokens. Missing ones count as 0. `density`, as in the paper, is the share of masks
+            that are predicted to be such tokens. It is 0 without masks.
         min_length: a cut leaves at least this many columns, all columns before the block, and every committed token
-            other than end tokens. By default cuts have no such limit, as published.
+            other than end-of-text tokens. By default cuts have no such limit, as published.
     """
 
     low: float = 0.4
@@ -62,7 +62,7 @@ class RhoEos(Lengthening):
         for name in ("low", "high"):
             check_share(f"scheduler.{name}", getattr(self, name))
         if self.low > self.high:
-            said = f"scheduler.low={self.low} exceeds scheduler.high={self.high}"
+            said = f"scheduler.low={as_typed(self.low)} exceeds scheduler.high={as_typed(self.high)}"
             raise UserError("option-range", f"{said}. Lower scheduler.low, or raise scheduler.high.")
         for name, choices in (("scale", Scale), ("signal_of", Signal)):
             check_choice(f"scheduler.{name}", getattr(self, name), choices)

@@ -104,13 +104,13 @@ class SelfVerified(Routing, DynamicThreshold):
             raise UserError(
                 "scheduler-incompatible",
                 f"scheduler={named(self)} verifies drafts by a block-causal model at block size 1 (SDAR, LLaDA2), and"
-                f" this model {what}. Use scheduler=ssd or scheduler=freedave.",
+                f" this model {what}. Use scheduler={drafting_for(spec)}.",
             )
         return with_bound_fields(super().bind(context), model=spec, draws=context.draws)
 
     @property
     def traits(self) -> Traits:
-        """Traits of a rule that asks about drafts, by shadows, and commits them a forward later."""
+        """Traits of a rule that queries drafts, by shadow rows, and commits them a forward later."""
         facts = replace(super().traits, asks_block=False, needs_every_position=True, drafts=True, own_tokens=True)
         return replace(facts, scope="model").adding(ShadowRows(), LeftToRightVerifier())
 
@@ -173,7 +173,7 @@ class SelfVerified(Routing, DynamicThreshold):
         return Draft(query.positions.contiguous(), readout.token[:, 0], readout.confidence[:, 0], score, law)
 
     def verifying(self, canvas: Canvas, query: Query, draft: Draft, rows: Tensor) -> Query:
-        """Return a query that verifies the draft in `rows [B] bool`. In the other rows it asks the same as `query`."""
+        """Return a query that verifies the draft in `rows [B] bool`. In the other rows it is the same as `query`."""
         fills = rows[:, None] & canvas.eligible(query.positions)
         token = draft._replace(law=None).at(query.positions).token
         ids = torch.where(fills, token, query.ids[:, 0])[:, None]
@@ -209,6 +209,15 @@ class SelfVerified(Routing, DynamicThreshold):
         """Return `[B, Q]` tokens drawn in proportion to `weight [B, Q, V]`. Those at `failed [B, Q]` are used."""
         assert readout.draw is not None
         return readout.draw.drawn(weight[:, None])[:, 0]
+
+
+def drafting_for(spec: ModelSpec) -> str:
+    """Return the name of a drafting scheduler that supports a model, or `block_refine` if it has no mask token."""
+    if spec.mask_id is None:
+        return "block_refine"
+    if spec.attention == "causal_context":
+        return "linear_spec"
+    return "s2d2" if spec.attention == "block_causal" and not spec.shift else "freedave"
 
 
 def leading(canvas: Canvas, positions: Tensor, eligible: Tensor) -> Tensor:

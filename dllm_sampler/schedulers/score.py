@@ -5,8 +5,19 @@ from typing import Literal
 from torch import Tensor
 
 from dllm_sampler.core.values import Canvas, Query, Readout
+from dllm_sampler.errors import UserError
 
 Score = Literal["confidence", "margin", "entropy", "random", "position"]
+
+
+def check_factors(name: Score) -> None:
+    """Refuse scores that are negative numbers, for a rule that multiplies the score of each mask by a weight."""
+    if name in ("entropy", "position"):
+        raise UserError(
+            "options-conflict",
+            f"scheduler.score={name} ranks masks by negative numbers, and a larger weight would lower their rank. Set"
+            " scheduler.score to confidence, margin or random.",
+        )
 
 
 def score_needs(name: Score) -> frozenset[str]:

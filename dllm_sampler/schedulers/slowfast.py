@@ -90,7 +90,7 @@ class SlowFast(Threshold):
         edge = torch.where(over & (edge == 0), seen.nanmean(1).long(), edge)
         fast = torch.where(slowly, fast.masked_fill(over, 0), fast + 1)
 
-        # Counted on the canvas, since a cache may choose which masks are asked. With none before the edge it is over.
+        # Counted on the canvas, since a cache may choose which masks are queried. With none before the edge it is over.
         filled = (commit & (query.positions < edge[:, None])).sum(1)
         full = (fast >= 0) & ~((replace(canvas, stop=edge).noise_left() > filled) & eligible.any(1))
         return Edit(readout.token[:, 0], commit), self._fresh(full, edge, left, edge, slow, fast, seen)

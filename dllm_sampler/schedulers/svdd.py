@@ -88,15 +88,19 @@ class SoftValueGuided(Around):
         inner, traits, fill = named(self.inner), check_inner(self.inner).traits, self.looks_ahead
         reasons = {
             "which drafts too": traits.drafts,
-            "which reads the device in a step": not traits.graph_safe,
-            "which remasks or replaces tokens (scheduler.value=fill)": fill and traits.revises,
-            "which has inputs of its own (scheduler.value=fill)": fill and traits.has(OwnInputs),
-            "which may leave the active block in a query (scheduler.value=fill)": fill and not traits.asks_block,
+            "whose steps read the device (`traits.graph_safe`)": not traits.graph_safe,
+            "which remasks or replaces tokens": fill and traits.revises,
+            "which feeds the model inputs other than tokens": fill and traits.has(OwnInputs),
+            "which chooses by a rule of its own which positions the model predicts": fill and not traits.asks_block,
         }
         why = next((reason for reason, holds in reasons.items() if holds), None)
         if why and self.candidates > 1:
+            always = traits.drafts or not traits.graph_safe
+            where, way_out = ("", "") if always else (" with scheduler.value=fill", ", or scheduler.value=masked")
             raise UserError(
-                "scheduler-incompatible", f"scheduler=svdd cannot draft for {inner}, {why}. Use scheduler.inner=fixed."
+                "scheduler-incompatible",
+                f"scheduler=svdd{where} does not support scheduler.inner={inner}, {why}. Use"
+                f" scheduler.inner=fixed{way_out}.",
             )
 
     @property
@@ -106,7 +110,7 @@ class SoftValueGuided(Around):
 
     @property
     def traits(self) -> Traits:
-        """Traits of a rule that reads the device in each step, and with `value=fill` asks about drafts."""
+        """Traits of a rule that reads the device in each step, and with `value=fill` queries drafts."""
         if self.candidates == 1:
             return super().traits
         inner = super().traits.without(UniformNoise)
@@ -129,8 +133,8 @@ class SoftValueGuided(Around):
         if not draws and not order:
             raise UserError(
                 "candidates-identical",
-                f"scheduler=svdd chooses among candidates, which are identical: {named(self.inner)} draws nothing."
-                " Set a temperature, for example temperature=1, or scheduler.inner={name: fixed, score: random}.",
+                f"scheduler=svdd chooses among candidates, and those of a step of {named(self.inner)} are identical."
+                " Set a temperature, for example temperature=1, or scheduler.inner='{name: fixed, score: random}'.",
             )
         ends = spec.eos_ids if self.looks_ahead else ()
         judge = Reward.of(self.reward, "scheduler.reward", context.tokenizer, ends)
@@ -156,8 +160,8 @@ class SoftValueGuided(Around):
         if self.candidates > 1 and not isinstance(canvas.layout.noise, CounterNoise):
             raise UserError(
                 "scheduler-incompatible",
-                f"scheduler={named(self)} cannot draw candidates from {type(canvas.layout.noise).__name__}. Use the"
-                f" default noise.",
+                f"scheduler={named(self)} does not support noise={type(canvas.layout.noise).__name__}, whose numbers"
+                " depend on the order of the draws. Leave out `noise`.",
             )
         if not self.looks_ahead:
             return inner
@@ -183,7 +187,7 @@ class SoftValueGuided(Around):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         if self.candidates == 1:
             return self.inner.tell(canvas, query, readout, carry)
-        judged = ~canvas.done & ~readout.confidence.isnan().flatten(1).any(1)  # a model that failed is told otherwise
+        judged = ~canvas.done & ~readout.confidence.isnan().flatten(1).any(1)  # rows with NaN end with another error
         if self.looks_ahead:
             return self._look_ahead(canvas, query, readout, carry, judged)
         made = self._made(canvas, query, readout, carry)

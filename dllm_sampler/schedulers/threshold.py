@@ -28,7 +28,7 @@ class Threshold(DrawnPositions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("scheduler.threshold", self.threshold, "a probability (above 1: one per step)")
+        check_number("scheduler.threshold", self.threshold, "a probability")
 
     @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:

@@ -230,9 +230,9 @@ def test_the_published_rule_draws_without_a_temperature(level: float, accepts: b
 REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("llada", {}, "scheduler-incompatible: scheduler=s2d2, scheduler=ssd"),
     ("dream", {}, "scheduler-incompatible: scheduler=s2d2"),
-    ("context", {}, "scheduler-incompatible: scheduler=s2d2"),
+    ("context", {}, "scheduler-incompatible: scheduler=s2d2, scheduler=linear_spec"),
     ("fast", {}, "scheduler-incompatible: scheduler=s2d2"),
-    ("causal", {"cache": "sub_block"}, "cache-incompatible: scheduler=s2d2, cache=sub_block"),
+    ("causal", {"cache": "sub_block"}, "cache-incompatible: scheduler=s2d2, cache=sub_block, cache=exact"),
     ("causal", {"cache": "dual"}, "cache-incompatible: cache=dual"),
     ("causal", {"stop": "truncate"}, "plugins-incompatible: scheduler=s2d2, stop=truncate"),
     ("causal", {"guide": {"name": "regex", "pattern": "[a-j]+"}}, "plugins-incompatible: scheduler=s2d2"),
@@ -247,7 +247,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     (
         "causal",
         {"scheduler": {"name": "s2d2", "policy": "score_hysteresis", "leave": 2.0}},
-        "option-range: scheduler.leave, scheduler.enter",
+        "option-range: scheduler.leave=2 exceeds scheduler.enter=1.",
     ),
     ("causal", {"scheduler": {"name": "s2d2", "cost": float("nan")}}, "option-range: scheduler.cost"),
     ("causal", {"scheduler": {"name": "s2d2", "cost": -float("inf")}}, "option-range: scheduler.cost"),

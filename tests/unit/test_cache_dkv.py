@@ -78,7 +78,7 @@ def test_2_where_positions_do_not_see_each_other_nothing_is_lost(every: int, shi
     # Such a model says the same at every mask: chance tells positions apart.
     for scheduler in (DRAWN, "random_order"):
         plugins: dict[str, Any] = {"scheduler": scheduler, "temperature": 1.0, "blocks": {"name": "fixed", "length": 5}}
-        caches: list[Any] = [DelayedCache(every), DelayedCache(every, "pd"), DelayedCache(every, "prefill")]
+        caches: list[Any] = [DelayedCache(every), DelayedCache(every, "pd"), DelayedCache(None, "prefill")]
         caches += [GreedyCache(every, 1)] if scheduler == "random_order" else [DelayedCache(every, shift="un_right")]
         exact, *cached = (
             Sampler(toys.wrapped(model, shift), cache=cache, stop="none", **plugins).generate(
@@ -218,7 +218,8 @@ class TestLife:
     ("settings", "says"),
     [
         ({"name": "dkv", "refresh_every": 0}, "option-range: cache.refresh_every"),
-        ({"name": "dkv", "shift": "right"}, "options-conflict: cache.shift"),
+        ({"name": "dkv", "shift": "right"}, "choice-unknown: un_right"),
+        ({"name": "dkv", "mode": "prefill", "refresh_every": 4}, "options-conflict: cache.refresh_every=4"),
         ({"name": "dkv", "shift": "left"}, "choice-unknown: un_right"),
         ({"name": "dkv", "mode": "greedy"}, "choice-unknown: cache.mode='greedy'"),
         ({"name": "dkv_greedy"}, "cache-incompatible: scheduler=random_order"),

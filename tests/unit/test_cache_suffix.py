@@ -297,6 +297,7 @@ def test_a_block_causal_model_sees_no_masks_behind_the_block() -> None:
         ({"scheduler": {"name": "freedave", "eager": True}}, "cache-incompatible: scheduler.eager, cache=dpad"),
         ({"stop": "prophet"}, "plugins-incompatible: stop=prophet, cache=dpad"),
         ({"kind": "causal"}, "cache-incompatible: cache=dpad"),
+        ({"cache": {"name": "dpad", "inner": "dkv_greedy"}}, "cache-incompatible: cache.inner to prefix"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(plugins: dict[str, Any], said: str) -> None:

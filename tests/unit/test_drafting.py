@@ -126,7 +126,7 @@ def test_eager_drafts_cross_the_edge(length: int) -> None:
 
 REFUSED: dict[str, tuple[Settings, str]] = {
     "takes back": ({"scheduler": {"name": "freedave", "inner": "wino"}}, "scheduler-incompatible: scheduler=freedave"),
-    "asks": ({"scheduler": {"name": "ssd", "inner": "slowfast"}}, "scheduler-incompatible: scheduler=ssd"),
+    "asks": ({"scheduler": {"name": "ssd", "inner": "slowfast"}}, "scheduler-incompatible: scheduler.inner=slowfast"),
     "twice": ({"scheduler": {"name": "ssd", "inner": "freedave"}}, "scheduler-incompatible: scheduler=ssd"),
     "outside": ({"scheduler": {"name": "eoser", "inner": "freedave"}}, "scheduler-incompatible: scheduler=eoser"),
     "cache": ({"cache": "periodic_dual"}, "cache-incompatible: cache=dual"),

@@ -56,8 +56,8 @@ def test_a_missing_table_of_counts_is_not_called_invalid(tmp_path: Path) -> None
 @each(
     "wrong",
     [
-        ("step", None, "options-conflict: progress=step needs, Set steps"),
-        ("committed", 4, "options-conflict: progress=committed does not use, Remove steps"),
+        ("step", None, "options-conflict: scheduler.progress=step needs, Set scheduler.steps"),
+        ("committed", 4, "options-conflict: scheduler.steps=4, scheduler.progress=committed, Remove it"),
         ("step", 0, "option-range: scheduler.steps"),
     ],
 )

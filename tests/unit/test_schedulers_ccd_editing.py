@@ -26,6 +26,7 @@ from dllm_sampler.schedulers.entropy import EntropyThreshold
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.hierarchical import Hierarchical
 from dllm_sampler.schedulers.learn2pd import LearnedFilter
+from dllm_sampler.schedulers.pc import PositionCalibrated
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.stops.end_of_text import EndOfText
 from tests import toys
@@ -305,6 +306,7 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (Credit, {"memory": 10**9}, "scheduler.memory, 1024"),
     (CertaintyPrior, {"sigma": 0.0}, "scheduler.sigma"),
     (CertaintyPrior, {"score": "entropy"}, "scheduler.score"),
+    (PositionCalibrated, {"score": "position"}, "scheduler.score"),
     (Coherent, {"warmup": 0}, "scheduler.warmup"),
     (Coherent, {"expand": -1.0}, "scheduler.expand"),
     (Coherent, {"late": 2.0}, "scheduler.late"),

@@ -233,7 +233,7 @@ REFUSED: dict[str, tuple[Settings, Settings, str]] = {
     "drafts": (guided({"name": "freedave"}), {}, f"{TAKEN}, freedave"),
     "another model": (guided({"name": "apd", "verifier": toys.verifier()}, value="masked"), {}, f"{TAKEN}, apd"),
     "takes back": (guided(FREE["remdm"]), {}, f"{TAKEN}, remdm"),
-    "chooses": (guided(FREE["random_order"]), {}, f"{TAKEN}, random_order"),
+    "chooses": (guided(FREE["random_order"]), {}, f"{TAKEN}, random_order, scheduler.value=masked"),
     "drafted": ({"name": "freedave", "inner": guided(INNER["random"])}, {}, "scheduler-incompatible: freedave, svdd"),
     "noise": (guided(INNER["random"]), {"noise": ReplayNoise(0, "dream")}, "scheduler-incompatible: svdd, ReplayNoise"),
     "cache": (guided(INNER["random"]), {"cache": "elastic"}, "cache-incompatible: svdd, cache=elastic"),

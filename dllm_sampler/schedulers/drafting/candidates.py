@@ -11,14 +11,14 @@ from dllm_sampler.core.values import Candidates, Canvas, Query
 
 
 class Branch(NamedTuple):
-    """A candidate that holds the first `steps` drafted steps, and the later step number `extra` if that is not 0."""
+    """A candidate that has the commits of the first `steps` drafted steps, and those of step `extra` if it is not 0."""
 
     steps: int
     extra: int = 0
 
     @property
     def depth(self) -> int:
-        """Number of the last step that the candidate holds."""
+        """Number of the last drafted step whose commits the candidate has."""
         return max(self.steps, self.extra)
 
 
@@ -27,11 +27,11 @@ class Draft(NamedTuple):
 
     root: Canvas  # before the first of them
     ids: Tensor  # [B, L+1] after the last one
-    level: Tensor  # [B, L+1] step, from 1, that commits each position. A higher number than the last step for none
-    depth: Tensor  # [B] steps worth a candidate
+    level: Tensor  # [B, L+1] drafted step, from 1, that commits each position. More than the last one's if none does
+    depth: Tensor  # [B] number of drafted steps that a candidate may have
 
     def candidates(self, query: Query, branches: Sequence[Branch]) -> Query:
-        """Return `query` about the root (candidate 0) and one candidate per branch, with their numbers of steps."""
+        """Return `query` with the root as candidate 0, then one candidate per branch, and the step of each."""
         root, ids, level = (row.gather(1, query.positions) for row in (self.root.ids, self.ids, self.level))
         found, steps, live = [root], [self.root.step], [torch.ones_like(self.root.done)]
         for branch in branches:

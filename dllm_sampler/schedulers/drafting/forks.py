@@ -60,7 +60,7 @@ class Forks(NamedTuple):
         return torch.where(self.live(canvas), torch.stack(found, 1), canvas.stop[:, None])
 
     def candidates(self, canvas: Canvas, query: Query, stops: Tensor | None) -> Query:
-        """Return `query`, which is about the canvas, with the forks as further candidates."""
+        """Return `query`, which has the canvas as its only candidate, with the forks as further ones."""
         filled = query.positions[:, None] == self.at[..., None]  # [B, F, Q]
         ids = torch.cat([query.ids, torch.where(filled, self.ids[..., None], query.ids)], 1)
         return replace(query, ids=ids, candidates=Candidates(self.live(canvas), stops=stops, forks=True))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dllm_sampler.core.checks import check_choice, check_count, check_number, check_positive
 from dllm_sampler.core.values import Canvas, Readout
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, as_typed
 
 Policy = Literal["mask_span_length", "score_threshold", "score_hysteresis", "contextual_bandit_ucb"]
 Estimator = Literal["soft_entropy_negexp", "hard_margin_threshold"]
@@ -18,8 +18,8 @@ Estimator = Literal["soft_entropy_negexp", "hard_margin_threshold"]
 class Routed(NamedTuple):
     """The state of a policy. It lives as long as the row."""
 
-    on: Tensor  # [B] bool: `score_hysteresis` verified last
-    arm: Tensor  # [B] the last choice of `contextual_bandit_ucb`: twice the bucket, and one where it verified
+    on: Tensor  # [B] bool: the last decision of `score_hysteresis` was to verify
+    arm: Tensor  # [B] the last choice of `contextual_bandit_ucb`: twice the bucket, plus 1 if it was to verify
     tries: Tensor  # [B, 16] float64: how often each arm was chosen
     rewards: Tensor  # [B, 16] float64: sum of the gains of each arm
 
@@ -68,11 +68,12 @@ class Routing:
         check_count("scheduler.min_span", self.min_span)
         check_number("scheduler.cost_above", self.cost_above, "a probability", optional=True)
         for name in ("least", "enter", "leave", "cost"):
-            check_number(f"scheduler.{name}", getattr(self, name), "a score", least=-inf, finite=True)
+            check_number(f"scheduler.{name}", getattr(self, name), "a finite score", least=-inf, finite=True)
         if self.policy == "score_hysteresis" and self.leave > self.enter:
             raise UserError(
                 "option-range",
-                f"scheduler.leave={self.leave} exceeds scheduler.enter={self.enter}. Lower scheduler.leave.",
+                f"scheduler.leave={as_typed(self.leave)} exceeds scheduler.enter={as_typed(self.enter)}. Lower"
+                " scheduler.leave, or raise scheduler.enter.",
             )
         check_positive("scheduler.entropy_weight", self.entropy_weight)
         check_number("scheduler.margin", self.margin, "a probability")
@@ -143,7 +144,12 @@ class Routing:
         return verifies, state._replace(arm=2 * bucket + verifies)
 
     def learnt(self, state: Routed, over: Tensor, gained: Tensor) -> Routed:
-        """Return the state after the rounds that are `over [B] bool`, which `gained [B]` tokens per forward."""
+        """Return the state with the gains of finished rounds.
+
+        Args:
+            over: `[B] bool` rows whose round is over.
+            gained: `[B]` tokens per forward that the round committed.
+        """
         if self.policy != "contextual_bandit_ucb":
             return state
         at = state.arm[:, None]

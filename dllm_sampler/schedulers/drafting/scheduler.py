@@ -48,13 +48,16 @@ class Round(NamedTuple):
 
 
 def undraftable(traits: Traits) -> str | None:
-    """Return the reason why the next steps of a scheduler with these traits cannot be drafted, or None if they can."""
+    """Return the reason why the next steps of a scheduler with these traits cannot be drafted, as `drafts too`.
+
+    Returns None if they can.
+    """
     reasons = {
         "drafts too": traits.drafts,
         "remasks or replaces tokens": traits.revises,
         "changes the length of answers": traits.has(ChangingLength),
-        "has inputs of its own": traits.has(OwnInputs),
-        "does not ask about the active block in each step": not traits.asks_block,
+        "feeds the model inputs other than tokens": traits.has(OwnInputs),
+        "chooses by a rule of its own which positions the model predicts": not traits.asks_block,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -71,10 +74,11 @@ class Drafting(Around):
     that opens a block has one candidate.
 
     Args:
-        inner: the scheduler to speed up. It asks about its block and does not remask tokens.
+        inner: the scheduler to speed up. In each step it queries all masks of the active block (`Traits.asks_block`).
+            It does not remask tokens.
         eager: draft into the next block, which opens without a forward of its own if the draft was right. A forward
-            ends one block at most. A stop may then leave other tokens after the end token. Not for blocks that their
-            first forward sizes, nor for a cache that opening a block refreshes.
+            ends one block at most. A stop may then leave other tokens after the end-of-text token. Not for blocks that
+            their first forward sizes, nor for a cache that opening a block refreshes.
     """
 
     eager: bool = False
@@ -88,18 +92,19 @@ class Drafting(Around):
         if why is not None:
             raise UserError(
                 "scheduler-incompatible",
-                f"scheduler={name} cannot look ahead for {inner}, which {why}. Use scheduler.inner=threshold.",
+                f"scheduler={name} does not support scheduler.inner={inner}, which {why}. Use"
+                " scheduler.inner=threshold.",
             )
         if self.eager and traits.asks == "window":
             raise UserError(
                 "scheduler-incompatible",
-                f"scheduler.eager=true drafts into the next block, and {inner} predicts the active block only."
-                " Set scheduler.eager=false.",
+                f"scheduler.eager=true needs predictions in the next block, and scheduler.inner={inner} queries the"
+                " active block only. Set scheduler.eager=false.",
             )
 
     @property
     def traits(self) -> Traits:
-        """Traits of the inner scheduler, in a rule that drafts and may commit more than it plans."""
+        """Traits of the inner scheduler, in a rule that drafts and may commit more than the inner one plans."""
         inner = super().traits.without(PlannedCommits)
         # It counts the inner scheduler's steps in a block.
         own = replace(inner, asks_block=False, drafts=True, scheduled=True, scope="model")
@@ -136,8 +141,8 @@ class Drafting(Around):
         if not isinstance(canvas.layout.noise, CounterNoise):
             raise UserError(
                 "scheduler-incompatible",
-                f"scheduler={named(self)} cannot look ahead with {type(canvas.layout.noise).__name__}. Use"
-                " the default noise.",
+                f"scheduler={named(self)} does not support noise={type(canvas.layout.noise).__name__}, whose numbers"
+                " depend on the order of the draws. Leave out `noise`.",
             )
         zero = torch.zeros_like(canvas.start)
         return Round(super().init(canvas), zero - 1, zero, zero, canvas.ids[:, :0], None)
@@ -162,7 +167,7 @@ class Drafting(Around):
         raise NotImplementedError
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """Return the inner scheduler's query about the canvas and the states that it may reach."""
+        """Return the inner scheduler's query, with the canvas and the states that it may reach as candidates."""
         query, most = super().ask(canvas, carry), canvas.layout.width
         if self.eager:
             columns, most = canvas.columns(), min(most + self.lookahead, canvas.layout.longest)
