@@ -228,7 +228,7 @@ def test_the_published_rule_draws_without_a_temperature(level: float, accepts: b
 
 
 REFUSALS: list[tuple[str, dict[str, Any], str]] = [
-    ("llada", {}, "scheduler-incompatible: scheduler=s2d2, scheduler=ssd"),
+    ("llada", {}, "scheduler-incompatible: scheduler=s2d2, scheduler=freedave"),
     ("dream", {}, "scheduler-incompatible: scheduler=s2d2"),
     ("context", {}, "scheduler-incompatible: scheduler=s2d2, scheduler=linear_spec"),
     ("fast", {}, "scheduler-incompatible: scheduler=s2d2"),
