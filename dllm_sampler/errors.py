@@ -150,7 +150,7 @@ class FallbackWarning(Sentence, RuntimeWarning):
 
 
 class NoEffectWarning(Sentence, UserWarning):
-    """A warning that an unknown input has no effect. The message names the input."""
+    """A warning that an input has no effect, or less than it says. The message names the input."""
 
 
 class RandomScoreWarning(UserWarning):

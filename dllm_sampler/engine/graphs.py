@@ -63,7 +63,7 @@ def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
         return f"guide={named(vetoing)} reads the device inside a step"
     traits, scheduler = plugins.scheduler.traits, f"scheduler={named(plugins.scheduler)}"
     if traits.has(BatchState):
-        return f"{scheduler} runs a second model, whose state cannot be recorded"
+        return f"{scheduler} has a state for the batch as a whole, which cannot be recorded"
     if not traits.graph_safe:
         return f"{scheduler} reads the device inside a step"
     return _unfit(nn.ModuleList(networks(denoiser)), spec.device)

@@ -78,9 +78,9 @@ class Ended:
 def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
     """Return the reason why rows cannot join a running generation, or None if they can."""
     if plugins.cache.shared:
-        return f"cache={named(plugins.cache)} counts forwards for the batch as a whole"
+        return f"cache={named(plugins.cache)} has numbers for the batch as a whole"
     if plugins.scheduler.traits.has(BatchState):
-        return f"scheduler={named(plugins.scheduler)} runs a second model, whose state is not stored row by row"
+        return f"scheduler={named(plugins.scheduler)} has a state for the batch as a whole, not row by row"
     if type(noise) is not CounterNoise:
         return f"{type(noise).__name__} draws for the batch as a whole"
     if denoiser.spec.encoder:

@@ -272,9 +272,9 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
     spec, traits = plugins.context.spec, plugins.scheduler.traits
     scheduler, blocks, stop = (f"{group}={named(getattr(plugins, group))}" for group in ("scheduler", "blocks", "stop"))
     if traits.has(OwnInputs) and not (spec.cacheable and spec.mask_id is not None):
-        inputs = "shadow rows of masks" if traits.has(ShadowRows) else "mixtures of embeddings"
+        inputs = "additional mask tokens (shadow rows)" if traits.has(ShadowRows) else "mixtures of embeddings"
         other = "entropy_renoise" if spec.mask_id is None else "threshold"
-        yield f"{scheduler} needs {inputs} as inputs, which this model does not support. Use scheduler={other}."
+        yield f"{scheduler} gives the model {inputs}, which this one does not support. Use scheduler={other}."
     if traits.drafts and (plugins.stop.cuts or plugins.stop.fills):
         yield (
             f"{scheduler} drafts tokens for later steps, and {stop} would change the canvas that they are drafted for."
@@ -342,7 +342,7 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
         )
     if spec.attention == "block_causal" and plugins.blocks.grid is None:
         yield (
-            f"This model's attention needs blocks of one length from the first token on, and {blocks} makes others. Use"
+            f"This model's attention needs blocks of one length, and {blocks} does not set a length for all. Use"
             " blocks=fixed."
         )
     if spec.routing is not None and (plugins.blocks.grid or 0) % spec.routing:
@@ -357,8 +357,8 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
         )
     if spec.seeds and (traits.has(ShadowRows) or traits.drafts) and not traits.has(CausalQueries):
         yield (
-            f"{scheduler} asks about states other than the canvas, and this model computes a finished block again, as"
-            " context. Use another scheduler, for example threshold."
+            f"{scheduler} gives the model tokens that are not committed (drafts or shadow rows), and this model"
+            " computes a finished block again, as context. Use another scheduler, for example threshold."
         )
 
 

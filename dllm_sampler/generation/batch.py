@@ -20,7 +20,7 @@ from dllm_sampler.engine.groups import Groups, meeting
 from dllm_sampler.engine.in_flight import Request
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.engine.plugins import Plugins
-from dllm_sampler.errors import NotFiniteError, RowError, UserError
+from dllm_sampler.errors import NoEffectWarning, NotFiniteError, RowError, UserError
 from dllm_sampler.generation.requests import Arguments
 from dllm_sampler.generation.runtime import Runtime
 from dllm_sampler.generation.score import row_scores
@@ -81,7 +81,7 @@ def iterate_steps(
 
     Raises:
         NotFiniteError: the model returned NaN. The error's `result` has the answers so far.
-        RowError: a plug-in cannot use a row's tokens. The message names the prompt's number.
+        RowError: a plug-in failed in some rows, for example a reward. The message has the numbers of their prompts.
     """
     plugins, engine, reader = runtime.plugins, runtime.engine(samples), Reader(runtime, stop_strings)
     canvas = runtime.canvas(requests, engine.multiple, cuts=plugins.stop.cuts)
@@ -122,11 +122,11 @@ def warn_of_bias(plugins: Plugins, samples: int) -> None:
     """Warn if answers are biased to likely tokens, because the scheduler ranks drawn tokens by confidence."""
     traits, drawn = plugins.scheduler.traits, plugins.judge == "draw" and is_random(plugins.guides)
     if samples > 1 and drawn and traits.ranks_by_confidence and not traits.draws_order:
+        other = ", or set scheduler.position_temperature=1" * hasattr(plugins.scheduler, "position_temperature")
         warn(
             f"samples={samples}: the answers to a prompt differ less than the model's own draws, because"
             f" scheduler={named(plugins.scheduler)} chooses positions by the confidence of the tokens that it drew. Use"
-            " scheduler=leftright for answers without this bias, or set scheduler.position_temperature=1 if there is"
-            " this setting."
+            f" scheduler=leftright for answers without this bias{other}."
         )
 
 
@@ -142,7 +142,7 @@ def warn_of_forwards(plugins: Plugins, result: Result) -> bool:
     warnings.warn(
         f"{path}.steps={steps} was exceeded: {path}={named(scheduler)} made {made} forwards to commit all tokens, at"
         f" least one for each block. For fewer forwards, use longer blocks{other}.",
-        UserWarning,
+        NoEffectWarning,
         stacklevel=4,
     )
     return True
@@ -210,7 +210,7 @@ class Reader:
     def result(
         self, canvas: Canvas, recorder: Recorder, requests: Sequence[Request] = (), group: Group | None = None
     ) -> Result:
-        """Return the answers so far, one for each row of `requests`, or with `group` one for each prompt."""
+        """Return the answers so far, one for each row of the canvas, or with `group` one for each prompt."""
         failed = frozenset(row for row, request in enumerate(requests) if not request.is_finite)
         if group is None:
             return self._rows(canvas, recorder, failed)

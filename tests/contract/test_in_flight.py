@@ -124,7 +124,7 @@ def test_all_but_a_few_can_join() -> None:
     apart = {case.cache["name"] for case in CASES if case.cache["name"] != "sliding"}
     assert apart - {case.cache["name"] for case in JOINS} == {"dllm"}
     sampler = toys.sampler(cache="dllm")
-    with pytest.warns(FallbackWarning, match="batch by batch: cache=dllm counts forwards for the batch"):
+    with pytest.warns(FallbackWarning, match="batch by batch: cache=dllm has numbers for the batch"):
         answers = list(sampler.generate_many(PROMPTS[:4], batch_size=3, max_new_tokens=8))
     assert_same(sampler, answers[1:3], 8, 0)
 

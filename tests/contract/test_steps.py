@@ -10,6 +10,7 @@ import pytest
 from dllm_sampler import Infill, UserError, config
 from dllm_sampler.check.settings import settings
 from dllm_sampler.core.values import FREE
+from dllm_sampler.errors import NoEffectWarning
 from tests import toys
 from tests.contract.cases import toy_for
 from tests.refusals import refused
@@ -99,9 +100,12 @@ def test_the_number_is_that_of_the_forwards(counted: tuple[str, Any], steps: int
 
 def test_many_prompts_are_warned_of_once() -> None:
     sampler = toys.sampler(toy_for({"name": "fixed"}), scheduler={"name": "fixed", "steps": 2})
-    with pytest.warns(UserWarning, match="scheduler.steps=2 was exceeded") as said:
+    with pytest.warns(NoEffectWarning, match="scheduler.steps=2 was exceeded") as said:
         list(sampler.generate_many(toys.PROMPTS, max_new_tokens=[14, 15, *[16] * (len(toys.PROMPTS) - 2)]))
     assert len(said) == 1
+    sampler = toys.sampler(scheduler={"name": "eoser", "inner": {"name": "fixed", "steps": 2}})
+    with pytest.warns(NoEffectWarning, match="scheduler.inner.steps=2 was exceeded: scheduler.inner=fixed made"):
+        sampler.generate([[3, 4, 5]], max_new_tokens=TOKENS)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def why(it: Sampler, network: torch.nn.Module) -> str | None:
     [
         ({"cache": "elastic"}, "cache=elastic reads the device"),
         ({"cache": "dllm"}, "cache=dllm counts forwards"),
-        ({"scheduler": {"name": "apd", "verifier": toys.verifier()}}, "scheduler=apd runs a second model"),
+        ({"scheduler": {"name": "apd", "verifier": toys.verifier()}}, "scheduler=apd has a state for the batch"),
         ({"noise": ReplayNoise(0, "llada")}, "ReplayNoise draws on the host"),
     ],
 )
