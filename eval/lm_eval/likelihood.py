@@ -23,12 +23,16 @@ def check(spec: ModelSpec) -> None:
         UserError: the model has no mask token, or its attention is not bidirectional.
     """
     if spec.mask_id is None:
-        raise UserError("mask-token-missing", "likelihood=bound needs a model with a mask token. Use generation tasks.")
+        raise UserError(
+            "mask-token-missing",
+            "The task asks for likelihoods, and a model without a mask token has none. Name tasks that generate.",
+        )
     if spec.attention != "bidirectional":
         kind = "block-causal" if spec.attention == "block_causal" else "causal up to its active block"
         raise UserError(
             "model-not-scorable",
-            f"likelihood=bound needs a model that sees the whole text, and this one is {kind}. Use generation tasks.",
+            f"likelihood=bound needs attention to the whole text, and this model's is {kind}. Set"
+            " likelihood=exact,stop=none,temperature=1,scheduler=fixed,score=margin instead.",
         )
 
 

@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.progress import Progress, track
 
 from dllm_sampler.cli import threads
+from dllm_sampler.core.checks import check_count, check_number, check_share
 from dllm_sampler.engine.graphs import networks
-from dllm_sampler.errors import NotFiniteError, UserError
+from dllm_sampler.errors import NotFiniteError, UserError, invalid
 from dllm_sampler.eval.folders import environment
 from dllm_sampler.eval.lm_eval import likelihood
 from dllm_sampler.eval.lm_eval.counters import KEY, SCHEMA, Counter
@@ -46,7 +47,9 @@ class SamplerLM(LM):
             {"name": s.pretrained, **s.model}, dtype=s.dtype, device=s.device, **s.plugins, **s.shortcuts
         )
         if self.sampler.tokenizer is None:
-            raise UserError("tokenizer-missing", f"pretrained={s.pretrained} has no tokenizer. Add its files.")
+            raise UserError(
+                "tokenizer-missing", f"pretrained={s.pretrained} has no tokenizer. Add its files to the checkpoint."
+            )
         self.tokenizer = self.sampler.tokenizer
         self._device = self.sampler.device
         self.drawing: dict[tuple[tuple[str, float], ...], Sampler] = {}
@@ -156,16 +159,25 @@ class SamplerLM(LM):
         return found
 
     def _request(self, kwargs: dict[str, Any]) -> tuple[Sampler, int, list[str]]:
-        """Return the sampler, the length of the canvas and the stop strings for the options of a request."""
-        until = kwargs.get("until") or []
-        until = [one for one in ([until] if isinstance(until, str) else until) if one]
-        room = self.settings.max_new_tokens or int(kwargs.get("max_gen_toks") or CANVAS)
-        heat = float(kwargs.get("temperature") or 0)
+        """Return the sampler, the length of the canvas and the stop strings for the options of a request.
+
+        Raises:
+            UserError: an option, which a task or `--gen_kwargs` sets, has a wrong value.
+        """
+        until, heat = kwargs.get("until") or [], kwargs.get("temperature") or 0
+        until = [until] if isinstance(until, str) else until
+        if not isinstance(until, list | tuple) or not all(isinstance(one, str) for one in until):
+            raise invalid("until", until, "Set a text or a list of texts", "option-type")
+        check_count("max_gen_toks", kwargs.get("max_gen_toks"), optional=True)
+        check_number("temperature", heat, finite=True)
+        until, heat = [one for one in until if one], float(heat)
+        room = self.settings.max_new_tokens or kwargs.get("max_gen_toks") or CANVAS
         if not kwargs.get("do_sample") or not heat or "temperature" in self.settings.shortcuts:
             return self.sampler, room, until
         s = self.settings
         drawn = {"temperature": heat}
         if kwargs.get("top_p") not in (None, 1, 1.0):
+            check_share("top_p", kwargs["top_p"], "a probability")
             drawn["top_p"] = float(kwargs["top_p"])
         wanted = tuple(drawn.items())
         if wanted not in self.drawing:  # one for all such requests: recorded steps are its own
@@ -182,7 +194,8 @@ class SamplerLM(LM):
         if len(answer) >= spec.max_positions:
             raise UserError(
                 "context-exceeded",
-                f"A text of {len(answer)} tokens exceeds the context, {spec.max_positions}. Shorten it.",
+                f"A text to score has {len(answer)} tokens, and at most {spec.max_positions - 1} fit into the model's"
+                " context. Shorten it.",
             )
         prompt = prompt[-(spec.max_positions - len(answer)) :]
         if s.likelihood == "exact":
@@ -202,7 +215,11 @@ class SamplerLM(LM):
         """Return the token ids of a prompt. If it is too long, return the last ones that fit."""
         size = self.sampler.denoiser.spec.max_positions - room
         if size < 1:
-            raise UserError("context-exceeded", f"max_new_tokens={room} fills the context, {size + room}. Set less.")
+            raise UserError(
+                "context-exceeded",
+                f"An answer of {room} tokens leaves no room for a prompt in the model's context of {size + room}. Set a"
+                " smaller max_new_tokens in --model_args.",
+            )
         return (self._plain(text) if self.templated else self._special(text))[-size:] or [self._first()]
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:

@@ -142,6 +142,10 @@ def test_a_mistake_in_the_command(capsys: pytest.CaptureFixture[str], monkeypatc
         ("pretrained=mini,batch_size=auto:4", "option-type: batch_size=auto"),
         ("pretrained=mini,top_k=0.5,temperature=1", "option-type: top_k"),
         ("pretrained=/nowhere/at-all", "model-not-found"),
+        ("pretrained=", "option-missing: pretrained=mini"),
+        ("pretrained=3", "choice-unknown: unknown model '3'"),
+        ("pretrained=mini,blocks=full,block_length=8", "option-not-applicable: block_length, blocks=full"),
+        ("pretrained=mini,block_length=8,blocks.length=4", "options-conflict: block_length and blocks.length"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments: str, said: str) -> None:
@@ -190,6 +194,20 @@ def test_a_task_may_stop_at_a_special_token(model: Any, monkeypatch: pytest.Monk
     assert model.generate_until([asked], disable_tqdm=True) == ["Ada, "]
     told = model.get_model_info()["answer_tokens"] - before
     assert told == len(tokenizer("Ada,", add_special_tokens=False)["input_ids"])
+
+
+@each(
+    ("options", "said"),
+    [
+        ({"max_gen_toks": 0}, "option-range: max_gen_toks=0"),
+        ({"max_gen_toks": 10**6}, "context-exceeded: 1000000 tokens"),
+        ({"until": 3}, "option-type: until=3"),
+        ({"do_sample": True, "temperature": "hot"}, "option-range: temperature='hot'"),
+    ],
+)
+def test_mistakes_in_the_options_of_a_request(options: dict[str, Any], said: str, model: Any) -> None:
+    with refused(said):
+        model.generate_until([request("copy: Ada", options)], disable_tqdm=True)
 
 
 def test_greedy_and_likelihood(model: Any) -> None:
