@@ -113,8 +113,8 @@ def compiled(denoiser: Denoiser) -> Denoiser:
     if isinstance(denoiser, GuidedDenoiser):
         return replace(denoiser, denoiser=compiled(denoiser.denoiser))
     if not isinstance(denoiser, TransformerDenoiser):
-        kind = type(denoiser).__name__
-        raise UserError("compile-unsupported", f"compile=true does not support {kind}. Compile your module yourself.")
+        said = f"compile=true does not support a model of type {type(denoiser).__name__}"
+        raise UserError("compile-unsupported", f"{said}. Remove it, or compile your module by torch.compile.")
     return replace(denoiser, compile=True)
 
 

@@ -165,7 +165,7 @@ def pretrained(kind: Any, folder: Path, what: str, dtype: torch.dtype | None, **
             model, report = kind.from_pretrained(alone, output_loading_info=True, **options)
     except Exception as error:  # transformers raises many kinds for a checkpoint that does not fit
         wrong = f"{folder}: transformers cannot load it as {what} ({_reason(error)})"
-        way = "Correct its config.json, or use another checkpoint"
+        way = "Correct its configuration, or use another checkpoint"
         raise UserError("checkpoint-config-invalid", f"{wrong}. {way}.") from None
     wrong = [f"{name} {list(has)} instead of {list(says)}" for name, has, says in sorted(report["mismatched_keys"])]
     weights.complain(folder, "has {} of another shape than its config.json says", wrong)

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -194,20 +195,22 @@ def warn_of_sampling(spec: ModelSpec, options: Mapping[str, Any]) -> None:
     if not file.is_file():
         file = spec.folder / "config.json"
     raw = weights.read_json(file)
-    sure = raw.get("do_sample")
-    draws = sure is True or (sure is None and is_real(raw.get("temperature")) and raw["temperature"] not in (0, 1))
+    sure, heat = raw.get("do_sample"), raw.get("temperature")
+    draws = sure is True or (sure is None and is_real(heat) and heat not in (0, 1))
     chosen = any(options.get(name) not in (None, [], (), "none") for name in ("temperature", "top_k", "top_p", "guide"))
     values: dict[str, Any] = {}  # those that have options of the same names
     if draws and not chosen:
-        values = {"temperature": raw.get("temperature") or 1.0}
+        values = {"temperature": heat if is_real(heat) and 0 < heat < inf else 1.0}
         values |= {name: raw[name] for name, off in (("top_k", 0), ("top_p", 1)) if raw.get(name) not in (None, off)}
+    asked = {name: raw[name] for name in ("do_sample", *values) if values and raw.get(name) is not None}
     others = {name: raw[name] for name in FILTERS if draws and raw.get(name) not in (None, 0, 1)}
     others |= {name: raw[name] for name in PENALTIES if raw.get(name) not in (None, 0, 1, [], {})}
     if values or others:
-        listing = ", ".join(f"{name}={shown(value)}" for name, value in {**values, **others}.items())
+        listing = ", ".join(f"{name}={shown(value)}" for name, value in {**asked, **others}.items())
         words = " ".join(f"{name}={value}" for name, value in values.items())
-        how = f"Set {words} to draw tokens that way" if values else "No option does the same"
-        warnings.warn(f"{file} asks for {listing}, which has no effect here. {how}.", NoEffectWarning, stacklevel=3)
+        without = f", without {', '.join(others)}" if others else ""
+        how = f"Set {words} to draw tokens that way{without}" if values else "No option does the same"
+        warnings.warn(f"{file} asks for {listing}. This has no effect here. {how}.", NoEffectWarning, stacklevel=3)
 
 
 def find(
@@ -357,7 +360,11 @@ def _check_blocks(family: Family | None, folder: Path, block_length: int | None,
 
 
 def _add_texts(tokenizer: PreTrainedTokenizerBase | None, folder: Path, chosen: ModelSettings) -> None:
-    """Add the stop strings, chat options and chat template of the settings to the tokenizer."""
+    """Add the stop strings, chat options and chat template of the settings to the tokenizer.
+
+    Raises:
+        UserError: there is no tokenizer to add them to, or a text is empty.
+    """
     for name in ("stop_strings", "chat_options", "chat_template"):
         value: Any = getattr(chosen, name)
         if value is None:
@@ -365,6 +372,8 @@ def _add_texts(tokenizer: PreTrainedTokenizerBase | None, folder: Path, chosen: 
         if tokenizer is None:
             said = f"{folder} has no tokenizer, which model.{name} needs"
             raise UserError("tokenizer-missing", f"{said}. Copy its files there, or remove model.{name}.")
+        if value == "" or (name == "stop_strings" and "" in value):
+            raise invalid(f"model.{name}", value, "Give texts that are not empty", "option-type")
         if name == "chat_template":
             tokenizer.chat_template = value
         else:

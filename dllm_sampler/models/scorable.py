@@ -16,22 +16,22 @@ def scorable(model: nn.Module | Denoiser) -> nn.Module:
     """Return a model as a module with the call of a `Transformer`. No weight is copied, and no mode is changed.
 
     Args:
-        model: a `Transformer`, a masked LM of transformers or a wrapper of one (DDP, peft, `torch.compile`), or the
-            denoiser of a sampler.
+        model: a `Transformer`, a masked LM of transformers, a wrapper of one (DDP, peft, `torch.compile`), the denoiser
+            of a sampler, or a function with the call of a `Transformer`, which is returned as it is.
 
     Raises:
-        UserError: the model of a denoiser cannot be scored, for example under guidance.
+        UserError: the model cannot be scored, for example a denoiser under guidance.
     """
     if isinstance(model, TransformerDenoiser):
         return model.model
     if isinstance(model, RowsDenoiser):
         return model.module()
     if not isinstance(model, nn.Module):
-        if hasattr(model, "spec"):
+        if hasattr(model, "spec") or not callable(model):
             raise UserError(
                 "model-not-scorable",
-                f"Cannot score a {type(model).__name__}. Pass a Transformer, a masked language model of transformers,"
-                " or the denoiser of a sampler without guidance.",
+                f"A model of type {type(model).__name__} cannot be scored. Pass a Transformer, a masked LM of"
+                " transformers, or the denoiser of a sampler without guidance.",
             )
         return cast(Any, model)  # a function with that call
     ours = any(isinstance(one, Transformer | RowsModule) for one in model.modules())

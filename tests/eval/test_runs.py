@@ -313,7 +313,7 @@ def test_sampling_values_of_a_checkpoint_are_named(checkpoint: Path, tmp_path: P
     (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.7}')
     words = ["task=mini", "task.operation=copy", "task.count=1", f"model={folder}", f"output={tmp_path / 'out'}"]
     plain, drawn = jobs([*words, "temperature=null,0.5"])
-    with pytest.warns(NoEffectWarning, match=r"generation_config.json asks for temperature=0\.7"):
+    with pytest.warns(NoEffectWarning, match=r"generation_config.json asks for do_sample=true, temperature=0\.7"):
         Runner(plain, "cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("error", NoEffectWarning)

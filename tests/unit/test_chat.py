@@ -139,7 +139,10 @@ def test_names_that_a_template_sees() -> None:
         assert chat_text(MESSAGES, loaded.tokenizer, "it") == text
 
 
-def test_texts_need_a_tokenizer() -> None:
+def test_texts_need_a_tokenizer(checkpoint: Path) -> None:
+    for name, value in (("stop_strings", [""]), ("chat_template", "")):
+        with refused(f"option-type: model.{name}"):
+            loading.load(checkpoint, device="cpu", **{name: value})  # pyright: ignore[reportArgumentType]
     for name, value in (("stop_strings", ["a"]), ("chat_template", "a"), ("chat_options", {"a": 1})):
         with refused(f"tokenizer-missing: model.{name}"):
             loading.load(DATA / "tiny-llada", device="cpu", **{name: value})  # pyright: ignore[reportArgumentType]

@@ -191,6 +191,11 @@ def test_adapters_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"do_sample": True}, {}, "Set temperature=1.0 to draw"),
         ({"temperature": 0.2}, {}, "Set temperature=0.2 to draw"),
         ({"repetition_penalty": 1.1}, {"temperature": 1.0}, "asks for repetition_penalty=1.1"),
+        (
+            {"do_sample": True, "temperature": "x", "min_p": 0.1},
+            {},
+            "Set temperature=1.0 to draw tokens that way, without",
+        ),
         ({"do_sample": True, "temperature": 0.6}, {"temperature": 0.0}, None),
         ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {}, None),
         ({"temperature": 1.0, "top_k": 50, "repetition_penalty": 1.0, "use_cache": True}, {}, None),
