@@ -138,7 +138,7 @@ def lifted(recipe: Recipe) -> Automaton:
     """Return the automaton over tokens of an automaton over bytes, from disk if it was built before.
 
     Raises:
-        UserError: the automaton is too large.
+        UserError: the automaton is too large, or the one over bytes cannot be built.
     """
     path = recipe.path
     try:

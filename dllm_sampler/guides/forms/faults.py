@@ -22,7 +22,7 @@ WAYS = {
 
 
 def fault(pattern: str) -> tuple[str, str]:
-    """Return the fault of a pattern without an automaton, with its place, and what to do.
+    """Return the reason that a pattern has no automaton, with its place, and what to do.
 
     Places count characters from 1. Brackets and counts are judged by Python's own syntax, where it agrees with Rust's.
     """

@@ -158,7 +158,7 @@ class Regex(Form):
     """Answers that match a regular expression as a whole (Rust's syntax, without look-around and back references).
 
     The default allows everything and changes no answer whose text is UTF-8. A `^` at the beginning and a `$` at the end
-    are allowed. Building may take 10 seconds, 4 GiB and 10,000 states.
+    are allowed. Building takes at most 10 seconds and 4 GiB, and an automaton has at most 10,000 states.
 
     Args:
         pattern: the expression, or a list of expressions.
@@ -276,7 +276,7 @@ class JsonSchema(Form):
     )  # of the schemas, in errors
 
     def __post_init__(self) -> None:
-        check_count("guide.json_schema.depth", self.depth, 0)
+        check_count("guide.json_schema.depth", self.depth, 0, most=1000)
         given = self.schema
         if isinstance(given, list | tuple):
             if not given or "" in given:

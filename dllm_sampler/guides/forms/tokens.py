@@ -21,16 +21,22 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     """
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise UserError("tokenizer-unsupported", "A guide on a form needs a fast tokenizer. Add tokenizer.json.")
+        raise UserError(
+            "tokenizer-unsupported",
+            "A guide on a form needs a fast tokenizer. Add tokenizer.json to the checkpoint, or remove the guide.",
+        )
     decoders = _steps(json.loads(backend.to_str())["decoder"])
     kinds = {step["type"] for step in decoders}
     replaced = [(step["pattern"].get("String"), step["content"]) for step in decoders if step["type"] == "Replace"]
     known = {"ByteLevel", "Replace", "ByteFallback", "Fuse"}
     order = [step["type"] for step in decoders]
-    if ("Fuse" in order and "Replace" in order[order.index("Fuse") :]) or getattr(tokenizer, TIDIES, False):
+    late = "Fuse" in order and "Replace" in order[order.index("Fuse") :]
+    if late or getattr(tokenizer, TIDIES, False):
+        step = "a Replace after the Fuse of its decoder" if late else f"{TIDIES}=true"
         raise UserError(
             "tokenizer-unsupported",
-            f"This tokenizer changes a text after joining tokens (Replace after Fuse, or {TIDIES}). Remove the guide.",
+            "A guide on a form does not support this tokenizer: it changes a text after joining the tokens, by"
+            f" {step}. Remove the guide.",
         )
     if not decoders or kinds - known or any(old is None for old, _ in replaced):
         kind = ", ".join(sorted(kinds - known)) or ("Replace" if decoders else "missing, so spaces separate tokens")

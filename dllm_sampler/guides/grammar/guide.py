@@ -36,7 +36,7 @@ class Grammar(Guide):
 
     The number of masks in a gap is not considered, so an answer may run out of them. If the grammar is regular, or
     with a `depth`, tokens are chosen together instead, as by `guide=regex`. Then every answer that comes to its end is
-    of the language.
+    of the language, and `tries` and `complete`, which have no effect then, are refused.
 
     Source: arXiv 2508.10111, which tests tokens one after the other until as many fit as the schedule wants.
 

@@ -51,7 +51,8 @@ def compiled(
         name: the grammar's name, for errors.
 
     Raises:
-        UserError: a terminal cannot be built within the limits.
+        UserError: a terminal's expression is wrong, matches no text or cannot be built within the limits, or the signs
+            to skip do not go with `prelex`.
     """
     deadline, ignored = time.monotonic() + SECONDS, frozenset(skip)
     balanced = None
