@@ -192,7 +192,9 @@ def model(spec: str | PathLike[str] | Mapping[str, object]) -> dict[str, Any]:
         UserError: the name is not a known name, a folder or a hub id, or a setting is wrong.
     """
     given = dict(spec) if isinstance(spec, Mapping) else {"name": fspath(spec)}
-    name = str(given.pop("name", CHECKPOINT))
+    name = given.pop("name", CHECKPOINT)
+    if not isinstance(name, str):
+        raise invalid("model.name", name, "Set a name, a folder or a hub id", "option-type")
     if name not in names("model"):
         given, name = {"path": checkpoint(name), **given}, CHECKPOINT
     owner = "model" if name == CHECKPOINT else f"model={name}"
@@ -286,7 +288,7 @@ def _one(group: str, spec: object, place: str | None = None) -> Any:
     Args:
         place: the field of another plug-in that `spec` is the value of, for example `scheduler.inner`.
     """
-    if spec is None:
+    if spec is None and "none" in names(group):
         spec = "none"
     if isinstance(spec, str):
         spec = {"name": spec}
@@ -306,7 +308,7 @@ def _one(group: str, spec: object, place: str | None = None) -> Any:
         defaults = dict(entry(group, str(name)).settings)
         target = defaults.pop("_target_", None)
         given = {**defaults, **given}
-    owner = f"{place or group}={name}" if name else str(target).rpartition(".")[2] or group
+    owner = f"{place or group}={name}" if name else place or group
     if target is None:  # guide=none
         if given:
             raise unknown(f"field of {owner}", next(iter(given)), [])

@@ -238,7 +238,8 @@ def unknown(kind: str, word: str, choices: Iterable[str], listing: str | None = 
     near = " or ".join(f"'{name}'" for name in nearest(word, known))
     word = short(word)
     what = "fields" if kind.startswith("field") else "choices"
-    listing = listing or (f"The {what} are {', '.join(known)}" if known else f"There is no {kind}")
+    empty = f"It has no fields, so remove '{word}'" if what == "fields" else f"There is no {kind}"
+    listing = listing or (f"The {what} are {', '.join(known)}" if known else empty)
     owner = kind.removeprefix("field of ")
     wrong = f"unknown {kind} '{word}'" if owner == kind else f"{owner} has no field '{word}'"
     return UserError(code, wrong + (f", did you mean {near}? " if near else ". ") + f"{listing}.")

@@ -208,13 +208,17 @@ def check_known(options: Mapping[str, Any], *calls: Callable[..., Any]) -> None:
         return
     others = {other: call for call in calls for other in signature(call).parameters if other not in ("self", "options")}
     if name in others:
-        raise TypeError(f"'{name}' is an option of {others[name].__name__}, not of this call")
+        other = others[name].__name__
+        raise TypeError(f"'{name}' is an option of {other}, not of this call. Pass it to {other}.")
     for group in config.GROUPS[1:]:
         if having := [one for one in config.names(group) if name in config.entry(group, one).settings]:
             text = f'{group}={{"name": NAME, "{name}": {short(repr(options[name]))}}}'
-            raise TypeError(f"'{name}' is a setting of a plug-in: write {text}, where NAME is {' or '.join(having)}")
+            where = f", where NAME is one of {', '.join(having)}" if len(having) > 1 else ""
+            text = text if where else text.replace("NAME", f'"{having[0]}"', 1)
+            raise TypeError(f"'{name}' is a setting of a plug-in. Write {text}{where}.")
     near = nearest(name, [*known, *others], 1)
-    raise TypeError(f"unknown option '{name}'" + (f", did you mean '{near[0]}'?" if near else ""))
+    hint = f", did you mean '{near[0]}'?" if near else "."
+    raise TypeError(f"unknown option '{name}'{hint} The options are in the docstring of Sampler.")
 
 
 def end_token_ids(given: Any, spec: ModelSpec) -> tuple[int, ...]:
@@ -230,7 +234,8 @@ def end_token_ids(given: Any, spec: ModelSpec) -> tuple[int, ...]:
             raise TypeError
         listed = [operator.index(one) for one in several]  # numpy's and torch's integers too
     except TypeError:
-        raise UserError("option-type", f"stop_token_ids={given!r} is not a list of token ids. Write [5, 6].") from None
+        way = "Set a token id, or a list of them as [5, 6]"
+        raise invalid("stop_token_ids", given, way, "option-type") from None
     for token in listed:
         if not 0 <= token < spec.vocab_size:
             raise UserError(

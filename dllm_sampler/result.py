@@ -23,7 +23,7 @@ from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.recorder import Recorder, aligned
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas
-from dllm_sampler.errors import UserError, counted
+from dllm_sampler.errors import UserError, counted, first_line
 from dllm_sampler.host import files
 from dllm_sampler.host.reading import load_json
 from dllm_sampler.inputs.texts import cut, decode
@@ -289,18 +289,22 @@ class Trace:
         Raises:
             UserError: the file does not exist, is not a trace, or has another schema.
         """
+        way = "Name a file that Trace.save wrote"
         try:
             with safe_open(path, framework="pt") as file:
                 about = load_json((file.metadata() or {}).get("trace", "{}"))
-                known = isinstance(about, dict) and {"schema", *NUMBERS} <= about.keys() and about["schema"] == SCHEMA
+                found = isinstance(about, dict) and {"schema", *NUMBERS} <= about.keys()
+                known = found and about["schema"] == SCHEMA
                 optional = {*OPTIONAL} & set(file.keys())
                 tensors = {name: file.get_tensor(name) for name in (*FIELDS, *optional)} if known else {}
         except (OSError, SafetensorError, ValueError) as error:
-            raise UserError(
-                "trace-invalid", f"{path} cannot be read as a trace ({error}). Name another file."
-            ) from error
+            reason = "it is a folder" if str(path) and Path(path).is_dir() else first_line(error)
+            raise UserError("trace-invalid", f"'{path}' cannot be read as a trace ({reason}). {way}.") from error
+        if not found:
+            raise UserError("trace-invalid", f"'{path}' is not a trace. {way}.")
         if not known:
-            raise UserError("trace-invalid", f"{path} is not a trace of schema {SCHEMA}. Generate it again.")
+            text = f"'{path}' has a trace of schema {about['schema']}, and this version reads schema {SCHEMA}."
+            raise UserError("trace-invalid", f"{text} Generate it again.")
         return Trace(**tensors, **{name: about[name] for name in NUMBERS})
 
 
@@ -390,7 +394,7 @@ class Result:
         if refused is not None:
             raise UserError(
                 "answer-refused",
-                f"The answer to prompt {refused.index + 1} has no tokens ({refused.error}). Leave it out.",
+                f"The answer to prompt {refused.index + 1} has no tokens: its prompt was refused. Leave it out.",
             )
         trace = Trace.stack([answer.trace for answer in given if answer.trace is not None])
         width = trace.generated.shape[1]

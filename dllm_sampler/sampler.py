@@ -155,7 +155,7 @@ class Sampler:
         settings = config.model(model)
         scale = settings.pop("cfg_scale")
         # Refuse mistakes before a checkpoint is read, which may take minutes.
-        check_known(options, cls.from_pretrained)
+        check_known(options, cls.from_pretrained, cls.generate_many, cls.generate)
         check_options(options)
         check_scale(scale)
         denoiser, tokenizer = loading.load(**settings, dtype=dtype, device=device)
@@ -199,7 +199,7 @@ class Sampler:
             UserError: a token is outside the vocabulary, or as the constructor. A generation raises `UserError` if the
                 logits have another shape.
         """
-        check_known(options, cls.from_callable)
+        check_known(options, cls.from_callable, cls.generate_many, cls.generate)
         place = None if device is None else loading.as_device(device)
         denoiser = FunctionDenoiser.of(
             logits_fn, vocab_size=vocab_size, mask_id=mask_id, eos_id=eos_id, pad_id=pad_id,

@@ -199,7 +199,7 @@ def test_the_command_takes_tokens_of_the_user(capsys: pytest.CaptureFixture[str]
         assert main([*words, f"stop_token_ids={given}"]) == 0
         assert capsys.readouterr().out == f"{text}\n"
     assert main([*words, "stop_token_ids=[x]"]) == 2
-    assert "stop_token_ids=" in capsys.readouterr().err
+    assert "stop_token_ids=['x'] is invalid" in capsys.readouterr().err
 
 
 def test_none_is_no_token_of_the_user() -> None:

@@ -323,20 +323,27 @@ def test_half_a_character(prompt: Any, given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("temprature", "unknown option 'temprature', did you mean 'temperature'?"),
-        ("max_new_token", "unknown option 'max_new_token', did you mean 'max_new_tokens'?"),
+        (
+            "temprature",
+            "unknown option 'temprature', did you mean 'temperature'?",
+        ),
+        (
+            "max_new_token",
+            "unknown option 'max_new_token', did you mean 'max_new_tokens'?",
+        ),
         ("temp", "unknown option 'temp', did you mean 'temperature'?"),
-        ("p", '\'p\' is a setting of a plug-in: write guide={"name": NAME, "p": 1}, where NAME is top_p'),
+        ("p", '\'p\' is a setting of a plug-in. Write guide={"name": "top_p", "p": 1}.'),
         (
             "relaxed",
-            "'relaxed' is a setting of a plug-in: write "
-            'scheduler={"name": NAME, "relaxed": 1}, where NAME is localleap',
+            '\'relaxed\' is a setting of a plug-in. Write scheduler={"name": "localleap", "relaxed": 1}.',
         ),
-        ("option", "unknown option 'option'"),
-        ("order", "'order' is an option of generate_many, not of this call"),
+        ("option", "unknown option 'option'."),
+        ("order", "'order' is an option of generate_many, not of this call. Pass it to generate_many."),
     ],
 )
 def test_an_option_that_does_not_exist(option: str, said: str) -> None:
+    if said.startswith("unknown"):
+        said += " The options are in the docstring of Sampler."
     for call in (lambda **given: toys.sampler().generate([1], **given), lambda **given: toys.sampler().using(**given)):
         with pytest.raises(TypeError, match=f"^{re.escape(said)}$"):
             call(**{option: 1})
