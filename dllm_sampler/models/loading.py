@@ -79,7 +79,7 @@ def load(
     if chosen.quantize not in (None, "int8"):
         raise invalid("model.quantize", chosen.quantize, "Set null or int8", "choice-unknown")
     if chosen.quantize is not None and chosen.device_map is not None:
-        raise UserError("options-conflict", "model.quantize does not work with model.device_map. Remove one.")
+        raise UserError("options-conflict", "model.quantize=int8 does not work with model.device_map. Remove one.")
     folder, added = with_adapter(
         find(path, chosen.revision, chosen.trust_remote_code), chosen.adapter, chosen.trust_remote_code
     )

@@ -181,7 +181,8 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             raise UserError("checkpoint-incomplete", f"{folder / INDEX}: the shard {shard} is missing. Copy it there.")
         for name in _names(folder / shard):
             files[name] = folder / shard
-    complain(folder, "lacks {} that its index names", [name for name in located if name not in files])
+    lost = [name for name in located if name not in files]
+    complain(folder, "lacks {} that its index names", lost, "Copy the whole checkpoint again")
     return files
 
 
@@ -211,23 +212,32 @@ def read_json(file: Path) -> dict[str, Any]:
 def _names(file: Path) -> list[str]:
     try:
         with safe_open(file, framework="pt") as opened:
-            return list(opened.keys())
+            names = list(opened.keys())
     except (SafetensorError, OSError) as error:
         raise _corrupt(file, error) from None
+    if not names:
+        raise UserError("checkpoint-damaged", f"{file} has no tensors. Copy or download it again.")
+    return names
 
 
 def _corrupt(file: Path, error: Exception) -> UserError:
     return UserError("checkpoint-damaged", f"Cannot read {file} ({error}). Copy or download it again.")
 
 
-def complain(folder: Path, what: str, tensors: list[str]) -> None:
+def complain(
+    folder: Path,
+    what: str,
+    tensors: list[str],
+    way: str = "Correct its config.json, or copy the whole checkpoint again",
+) -> None:
     """Raise an error that counts `tensors` and names up to three of them. Does nothing if there are none.
 
     Args:
         what: what is wrong with them. `{}` in it stands for their number, for example `2 tensors`.
+        way: what to do, without the full stop.
     """
     if tensors:
         more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
         listing = f"{', '.join(tensors[:3])}{more}"
         wrong = f"{folder} {what.format(counted(len(tensors), 'tensor'))}: {listing}"
-        raise UserError("checkpoint-tensors", f"{wrong}. Correct its config.json, or copy the whole checkpoint again.")
+        raise UserError("checkpoint-tensors", f"{wrong}. {way}.")

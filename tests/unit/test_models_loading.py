@@ -268,7 +268,8 @@ def index(change: Callable[[Path, dict], object]) -> Damage:
             tensors(lambda t: [t.pop(name) for name in sorted(t) if "blocks" in name]),
             "checkpoint-tensors: blocks.0, 15",
         ),
-        (tensors(lambda t: t.update(more=torch.ones(1))), "checkpoint-tensors"),
+        (tensors(lambda t: t.update(more=torch.ones(1))), "checkpoint-tensors: 1 tensor that, more"),
+        (tensors(lambda t: t.clear()), "checkpoint-damaged: model.safetensors has no tensors"),
         (
             tensors(lambda t: t.update({BLOCK + "k_proj.weight": torch.ones(16, 16)})),
             "checkpoint-tensors: model.transformer.blocks.0.k_proj.weight, [16, 16]",
