@@ -1,6 +1,7 @@
 """`dllm-train`: a trainer, its model, its data and its arguments, from a file of `conf/train` and what was typed."""
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,8 +10,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from rich.console import Console
 from safetensors import SafetensorError
 
@@ -19,11 +21,9 @@ from dllm_sampler.cli import compose, threads, user_files
 from dllm_sampler.cli.explain import LIMITS, listing
 from dllm_sampler.cli.help import check_topics
 from dllm_sampler.cli.terminal import ending, say, show, written
-from dllm_sampler.cli.user_files import about
 from dllm_sampler.cli.words import quoted
-from dllm_sampler.errors import NotWrittenError, UserError, first_line, unknown
-from dllm_sampler.host import files
-from dllm_sampler.host.paths import expanded
+from dllm_sampler.errors import NotWrittenError, UserError, first_line, invalid, unknown
+from dllm_sampler.host import files, paths
 from dllm_sampler.host.reading import load_json
 from dllm_sampler.host.version import __version__
 from dllm_sampler.options import AUTO, check_threads
@@ -48,7 +48,7 @@ threads=N sets torch's threads on a CPU (auto: 1 for models below 20M parameters
 Flags: -h, --help   --version   --config-dir DIR
 Exit status: 0, 2 after a mistake in the input (a message on stderr), 130 after Ctrl-C.
 """
-_FIELD = re.compile(r"train\.(\w+)[\w.]*=")  # a plain override; + and ~ are left to Hydra
+_FIELD = re.compile(r"train\.(\w+)([\w.]*)=")  # a plain override; + and ~ are left to Hydra
 # A path, a name: Hydra's grammar has its own ideas of commas and brackets.
 _LITERAL = re.compile(r"train\.(model|output_dir|data\.path|data\.test)=(?!null\Z|['\"{])")
 
@@ -87,10 +87,10 @@ class Command:
     model: Any = None
     data: Mapping[str, Any] = field(default_factory=dict)
     tasks: Mapping[str, float] = field(default_factory=dict)
-    held_out: int | None = None
+    held_out: Annotated[int, Field(ge=1)] | None = None
     lora: Mapping[str, Any] | None = None
-    rewards: Mapping[str, float] = field(default_factory=dict)
-    prompts: int | None = None
+    rewards: Mapping[str, Annotated[float, Field(allow_inf_nan=False)]] = field(default_factory=dict)
+    prompts: Annotated[int, Field(ge=1)] | None = None
     resume: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
     threads: int | str = AUTO
@@ -103,17 +103,21 @@ class Command:
             _ = self.peft_config  # a mistake in it shows here
             with redirect_stdout(sys.stderr):  # where transformers prints its log
                 path = self.trainer.command(self)
-        except SafetensorError as error:
-            said = f"{self.settings['output_dir']} cannot be written ({first_line(error)})."
-            raise NotWrittenError(f"{said} Check the path, the disk and the permissions.") from None
         except ImportError as error:  # of DeepSpeed, for example
             said = f"train={self.name} needs a package that is not installed ({first_line(error)}). Install it."
             raise UserError("package-missing", said) from error
         except Exception as error:  # what transformers and accelerate refuse, and the hub
+            output, file = self.settings["output_dir"], getattr(error, "filename", "")
+            if isinstance(error, SafetensorError) or f"{file}/".startswith(f"{output}/"):
+                said = f"{output} cannot be written ({getattr(error, 'strerror', None) or first_line(error)})."
+                raise NotWrittenError(f"{said} Check the path, the disk and the permissions.") from None
+            if type(error) is UserError:  # from a part that knows only the option of `dllm-sample`
+                said = re.sub(r"(?<![\w.-])(model|target)(?=[.=]| is empty| has no field)", r"train.\1", str(error))
+                raise UserError(error.code, said.replace("max_new_tokens", "train.new_tokens")) from None
             reason, module = f"train={self.name}: {first_line(error)}", type(error).__module__.partition(".")[0]
-            if isinstance(error, ValueError) and module == "builtins":
+            if isinstance(error, ValueError) and module in ("builtins", "peft"):
                 raise UserError("option-range", f"{reason}. Change this setting.") from error
-            if module in ("httpx", "huggingface_hub"):
+            if module in ("httpx", "httpx2", "huggingface_hub"):
                 raise UserError("hub-unreachable", f"{reason}. Check the network and access to the hub.") from error
             raise
         if PartialState().is_main_process:
@@ -225,6 +229,12 @@ def read(words: Sequence[str]) -> Command:
                 known = [*(key for key in defaults if key != "_target_"), *_arguments()]
                 if match[1] not in known:
                     raise unknown(f"field of train={name}", match[1], known, "See dllm-train --help train=" + name)
+            if match[2] and isinstance(defaults.get(match[1]), str | int | float):
+                way = "{name: NAME, FIELD: VALUE}" if match[1] == "model" else "VALUE"
+                raise UserError(
+                    "field-unknown", f"{word}: train.{match[1]} has no fields. Write train.{match[1]}={way}."
+                )
+            if match[1] not in defaults or match[2]:  # a field of TrainingArguments, or a key of a mapping
                 word = f"++{word}"
         elif not re.match(r"train=|threads=|[+~]{1,2}train\.", word):
             raise UserError("option-syntax", f"'{word}' is not train.FIELD=VALUE. See dllm-train --help.")
@@ -233,9 +243,13 @@ def read(words: Sequence[str]) -> Command:
     check_threads("threads", tree["threads"])
     settings = dict(tree["train"])
     trainer = config.plugin_class(f"train={name}", "train", str(settings.pop("_target_")))
-    if not isinstance(folder := settings.get("output_dir"), str):
-        raise UserError("option-type", f"train.output_dir is {folder!r}. Name a folder.")
-    settings["output_dir"] = str(expanded("train.output_dir", folder))
+    for key in ("rewards", "tasks"):
+        if isinstance(word := settings.get(key), str):
+            raise invalid(f"train.{key}", word, f"Write train.{key}={{{word}: 1}}", "option-type")
+    settings["output_dir"] = str(paths.folder("train.output_dir", settings.get("output_dir")))
+    for key in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        if not re.fullmatch(r"-?\d*", word := os.environ.get(key, "")):
+            raise invalid(key, word, "Set this environment variable to a whole number, or unset it", "option-type")
     if not sys.stderr.isatty():  # a bar is for a terminal; in a file it would be a line a step
         settings.setdefault("disable_tqdm", True)
     own = config.check(f"train={name}", Command, {key: settings.pop(key) for key in OWN if key in settings})
@@ -258,7 +272,7 @@ def _run(words: list[str]) -> int:
             check_topics("dllm-train", words, "train=NAME")
             print(USAGE)
             for name in user_files.choices("train"):
-                show(f"  train={name}: {about('train', name)}")
+                show(f"  train={name}: {user_files.about('train', name)}")
             show(f"\nLimits: {LIMITS['log-probability']}")
             print(ENDING, end="")
     elif "--version" in words:
@@ -272,7 +286,7 @@ def _help(name: str) -> None:
     settings = user_files.entry("train", name).settings  # a mistake in the name shows here
     console = Console()
     cls: Any = config.plugin_class(f"train={name}", "train", str(settings.get("_target_")))
-    say(console, f"train={name}: {about('train', name)}")
+    say(console, f"train={name}: {user_files.about('train', name)}")
     listing(console, "train", type("Fields", (Command, cls.config), {}), settings)
     say(console, "The other fields are those of transformers' TrainingArguments, and any of them can be set.")
 
@@ -281,9 +295,9 @@ def _as_hydra(word: str) -> list[str]:
     """Return overrides by which Hydra reads paths to the letter, and replaces a mapping where it would merge both."""
     key, _, value = word.partition("=")
     if key == "train.rewards":  # names of functions have colons, which Hydra takes for those of a mapping
-        word = re.sub(r"(?<=\w):(?=[^\W\d])", r"\:", word)
-    if value.startswith("{") and key.startswith("train."):
-        return [f"~{key}", f"+{word}"]
+        word = re.sub(r"(?<=\w):(?=[^\W\d]\w*:)", r"\:", word)
+    if value.startswith("{") and (typed := key.removeprefix("++")).startswith("train."):
+        return [f"++{typed}=null", f"++{word.removeprefix('++')}"]
     if key == "train.data":
         word = f"train.data.path={value}"
     return [f"{word.partition('=')[0]}={quoted(value)}" if _LITERAL.match(word) else word]

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from dllm_sampler.cli import inputs
 from dllm_sampler.core.checks import check_number, is_whole
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.errors import UserError, first_line, unknown
+from dllm_sampler.errors import UserError, counted, first_line, unknown
 from dllm_sampler.host.paths import expanded
 from dllm_sampler.inputs import prompts
 from dllm_sampler.inputs.metrics import Metric
@@ -62,9 +62,7 @@ def examples(rows: Iterable[Any], answers: bool, named: str) -> list[Example]:
     data, found = Data(), [*enumerate(rows or ())]
     if not found:
         raise UserError("nothing-to-learn", f"{named} is empty. Give it at least one example.")
-    return [
-        row if isinstance(row, Example) else data.example(f"row {at} of {named}", row, answers) for at, row in found
-    ]
+    return [row if isinstance(row, Example) else data.example(f"row {i} of {named}", row, answers) for i, row in found]
 
 
 def columns_of(examples: Sequence[Example]) -> dict[str, list[Any]]:
@@ -81,7 +79,7 @@ def drawn(tasks: Mapping[str, float], seed: object, count: int, *, held: bool = 
             raise unknown("task", name, LESSONS)
         check_number(f"train.tasks.{name}", share, "a share", finite=True)
     if not any(tasks.values()):
-        raise UserError("option-missing", "no examples. Set train.data=FILE.jsonl, or train.tasks={NAME: 1}.")
+        raise UserError("option-missing", "Examples are missing. Set train.data=FILE.jsonl or train.tasks={copy: 1}.")
     rng = Random(f"{seed}/{held}")
     names = rng.choices(list(tasks), list(tasks.values()), k=count)
     found = [(name, *draw_example(LESSONS[name], rng, held=held)) for name in names]
@@ -130,8 +128,10 @@ class Data:
             known = {repr(one.prompt) for one in kept}
             train = [one for one in train if repr(one.prompt) not in known]
         if not train:
-            said = f"train.held_out={held_out} leaves none of the {len(shuffled)} examples of train.data={self.path}."
-            raise UserError("nothing-to-learn", f"{said} Add examples, or name a file as train.data.test.")
+            said = f"train.held_out={held_out} leaves none of the {counted(len(shuffled), 'example')} to learn from."
+            raise UserError(
+                "nothing-to-learn", f"{said} Add examples to train.data, or name a file as train.data.test."
+            )
         for example in kept if answers else ():
             metric.check(example.answer, example.where)
         return train, kept
@@ -161,8 +161,7 @@ class Data:
                 said = f"Cannot read {option}={named} ({reason}). {way_out}."
                 raise UserError("file-unreadable", said) from None
         if not lines:
-            other = "file" if _is_file(path) else "split"
-            raise UserError("nothing-to-learn", f"{option}={path} has no examples. Name another {other}.")
+            raise UserError("nothing-to-learn", f"{option}={path} has no examples. Name another file or split.")
         return [self.example(where, line, answers) for where, line in lines]
 
     def _table(self, file: Path, split: str, option: str) -> Any:
@@ -194,9 +193,9 @@ class Data:
         given = line if isinstance(line, Mapping) else {}
         chat, prompt = given.get(self.messages), given.get(self.prompt)
         if chat is None and prompt is None:
-            there = ", ".join(map(str, given)) or "none"
-            said = f"{where} has neither a column {self.prompt} nor {self.messages} (its columns: {there})."
-            raise UserError("example-invalid", f"{said} Set train.data.prompt, or train.data.messages.")
+            there = ", ".join(f"'{name}'" for name, value in given.items() if value is not None) or "none"
+            said = f"{where} has nothing in a column '{self.prompt}' or '{self.messages}' (filled columns: {there})."
+            raise UserError("example-invalid", f"{said} Set train.data.prompt to the column of the prompt.")
         names = ANSWERS if self.answer is None else (self.answer,)
         answer: Any = next((given[name] for name in names if given.get(name) is not None), None)
         key = "prompt" if chat is None and not _is_chat(prompt) else "messages"
@@ -212,7 +211,8 @@ class Data:
             raise UserError("example-invalid", f"{where} has an empty prompt. Write one or remove the line.")
         tokens = isinstance(answer, list) and all(map(is_whole, answer))
         if answers and not (answer and (isinstance(answer, str) or tokens)):
-            raise UserError("example-invalid", f"{where} has no answer. Fill its column {' or '.join(names)}.")
+            said = f"{where} has no answer. Fill its column {' or '.join(names)}, or set train.data.answer."
+            raise UserError("example-invalid", said)
         return Example(where, prompt, answer, fields=dict(given))
 
 
@@ -234,7 +234,7 @@ class Encoder:
     def prompt(self, example: Example, new_tokens: int | None) -> list[int]:
         """Return the tokens of a prompt that leaves room for `new_tokens`. With None it may be of any length."""
         if example.task and self.tokenizer.get_vocab() != vocabulary():
-            said = "train.tasks are mini's, and this model lacks mini's tokenizer. Set train.data=FILE.jsonl."
+            said = "train.tasks need mini's tokenizer, which this model does not have. Set train.data=FILE.jsonl."
             raise UserError("tokenizer-differs", said)
         spec = replace(self.spec, max_positions=sys.maxsize) if new_tokens is None else self.spec
         named = f"the prompt of {example.where}"
@@ -263,5 +263,6 @@ class Encoder:
         turn = {"role": "assistant", "content": example.answer}
         whole = prompts.chat_text([*messages, turn], self.tokenizer, where, begin=None)
         if not whole.startswith(begun):
-            raise UserError("chat-template-failed", f"{where}: this chat template cannot write an answer. Give texts.")
+            said = f"{where}: the model's chat template does not continue this prompt with an answer."
+            raise UserError("chat-template-failed", f"{said} Give prompts as text, with train.data.chat=false.")
         return whole.removeprefix(begun)

@@ -79,7 +79,7 @@ class DeerTrainer(MaskedDiffusionTrainer):
         """Check the model and the separator."""
         spec, named = self.trained.spec, self.trained.named
         if spec.attention == "causal_context":
-            raise UserError("model-not-trainable", f"train.model={named} has a causal context. Use another.")
+            raise UserError("model-not-trainable", f"train.model={named} has a causal context. Name one without it.")
         self._after = separator_ids(spec, self.trained.tokenizer, self.args.separator)
         super().prepare()
 
@@ -147,8 +147,8 @@ def separator_ids(spec: ModelSpec, tokenizer: Any, separator: str | None) -> lis
     """Return the ids of a separator: one id, or none for None."""
     if separator is None:
         return []
-    found = tokenizer.get_vocab().get(separator)
-    if found is None or found in (spec.mask_id, *spec.eos_ids):
-        usual = (token for token in tokenizer.all_special_tokens if token != separator)
-        raise unknown("separator", separator, [*usual, "another token of the model's", "null"])
-    return [found]
+    ids, reserved = tokenizer.get_vocab(), (None, spec.mask_id, *spec.eos_ids)
+    if ids.get(separator) in reserved:
+        usual = (token for token in tokenizer.all_special_tokens if ids.get(token) not in reserved)
+        raise unknown("train.separator", separator, [*usual, "another token of the model", "null"])
+    return [ids[separator]]

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, invalid
 from dllm_sampler.training.data import Row
 from dllm_sampler.training.masked import FLOOR, Dice, Rows, chunk, collate
 from dllm_sampler.training.trainer import ANSWERS, Count, DiffusionConfig, DiffusionTrainer, Number, Positive, collected
@@ -29,8 +29,7 @@ def split(rows: Rows, size: int, ratio: float, dice: Dice, *, aligned: bool = Fa
     first = (origin + drawn * size)[:, None]
     column = torch.arange(rows.ids.shape[1])
     active = (column >= first) & (column < first + size) & rows.answer
-    chance = (1 - FLOOR) * ratio + FLOOR
-    one = active & (dice.uniform(rows.length, rows.ids.shape[1]) < chance)
+    one = active & (dice.uniform(rows.length, rows.ids.shape[1]) < (1 - FLOOR) * ratio + FLOOR)
     return one, active & ~one, rows.there & (column >= first + size)
 
 
@@ -93,15 +92,14 @@ class DistillTrainer(DiffusionTrainer):
         """Check the length of the active block."""
         size = self.trained.spec.block_length
         if self.trained.spec.attention == "block_causal" and self.args.block_length != size:
-            said = f"train.model={self.trained.named} needs block_length={size}. Set train.block_length={size}."
-            raise UserError("model-not-trainable", said)
+            raise invalid("train.block_length", self.args.block_length, f"Set {size}, the length of the model's blocks")
 
     def train(self, *given: Any, **named: Any) -> Any:
         """Answer the prompts, unless an earlier run did, and train on the answers that are kept."""
         pairs = collected(Path(self.args.output_dir) / ANSWERS, self.train_rows, self._answer)
         if not pairs:
-            said = f"none of the {len(self.train_rows)} answers is right. Give more prompts."
-            raise UserError("nothing-to-learn", said)
+            said = "right" if self.args.keep else "complete"
+            raise UserError("nothing-to-learn", f"No answer is {said}. Add prompts or raise train.new_tokens.")
         self.train_dataset = [Row(at, None, *pair) for at, pair in enumerate(pairs)]
         return super().train(*given, **named)
 

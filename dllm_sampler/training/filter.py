@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from accelerate import PartialState
@@ -117,7 +117,7 @@ class FilterConfig(Arguments):
     depth: Count = 2
     committed: bool = False
     caution: Positive = 3.0
-    per_device_train_batch_size: int = 1  # all records
+    per_device_train_batch_size: Literal[1] = 1  # pyright: ignore[reportIncompatibleVariableOverride] (of all records)
 
 
 class FilterTrainer(CommandTrainer):

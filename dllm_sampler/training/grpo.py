@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, counted
 from dllm_sampler.result import Result, Trace
 from dllm_sampler.training import policy, rewards
 from dllm_sampler.training.data import Row, columns_of
@@ -59,10 +59,11 @@ class TrajectoryGRPOConfig(DiffusionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.rollout.get("temperature"):
-            raise UserError("option-range", "rollout.temperature=0 gives equal answers. Raise it.")
+            said = "train.rollout has no temperature above 0, so the answers to a prompt are identical."
+            raise UserError("option-range", f"{said} Set train.rollout.temperature=1.")
         if self.num_iterations > 1 and self.save_strategy == "steps" and self.save_steps % self.num_iterations:
-            said = f"save_steps={self.save_steps:g} is not a multiple of num_iterations={self.num_iterations}. Set one."
-            raise UserError("options-conflict", said)
+            said = f"train.num_iterations={self.num_iterations} does not divide train.save_steps={self.save_steps:g}."
+            raise UserError("options-conflict", f"{said} Set train.save_steps to a multiple of it.")
 
 
 class TrajectoryGRPOTrainer(DiffusionTrainer):
@@ -80,14 +81,16 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
     answers: ClassVar[bool] = False  # rewards may do without
 
     def __init__(
-        self, model: Any, reward_funcs: rewards.Functions, args: TrajectoryGRPOConfig | None = None, *given: Any,
+        self, model: Any, reward_funcs: rewards.Functions = (), args: TrajectoryGRPOConfig | None = None, *given: Any,
         reward_weights: Sequence[float] | None = None, **named: Any,
     ):  # fmt: skip
         listed = [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else [*reward_funcs]
+        if not listed:
+            raise UserError("option-missing", "Rewards are missing. Set train.rewards={correct: 1}, for example.")
         weights = [1.0] * len(listed) if reward_weights is None else reward_weights
         if len(weights) != len(listed):
-            said = f"{len(listed)} reward_funcs have {len(weights)} reward_weights. Give as many."
-            raise UserError("length-mismatch", said)
+            said = f"{counted(len(listed), 'reward')} but {counted(len(weights), 'weight')} in reward_weights."
+            raise UserError("length-mismatch", f"{said} Give a weight for each of reward_funcs.")
         names = [one if isinstance(one, str) else one.__name__ for one in listed]
         found = [rewards.find(one) if isinstance(one, str) else one for one in listed]
         self._rewards = dict(zip(names, zip(found, weights, strict=True), strict=True))
@@ -193,8 +196,7 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
     def _score(self, model: nn.Module, views: list[Trajectories]) -> list[Tensor]:
         """Return log-probabilities of each view, computed once if the views are the same."""
         model.eval()
-        alike = self.args.likelihood == "trajectory"
-        found = []
+        alike, found = self.args.likelihood == "trajectory", list[Tensor]()
         for view in views[:1] if alike else views:
             chunks = (view.chunk(items) for items, _ in self.together(view.parts(self.args.batch_tokens)))
             found.append(view.log_probabilities(model, chunks=chunks))

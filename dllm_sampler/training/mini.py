@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dllm_sampler import config
 from dllm_sampler.core.checks import check_count
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, invalid
 from dllm_sampler.models import saving
 from dllm_sampler.models.mini_export import export
 from dllm_sampler.models.mini_pools import Batch, Pools
@@ -66,7 +66,7 @@ class MiniConfig(Arguments):
     init_std: Number = 0.05
     embedding_std: Number = 1.0
     data: dict[str, Any] = field(default_factory=dict)
-    per_device_train_batch_size: int = 1  # of whole batches
+    per_device_train_batch_size: Literal[1] = 1  # pyright: ignore[reportIncompatibleVariableOverride] (of whole batches)
 
 
 class MiniTrainer(CommandTrainer):
@@ -78,9 +78,9 @@ class MiniTrainer(CommandTrainer):
         shape = config.check("train.model", TransformerConfig, {"vocab_size": 1, **args.model}, whole=True)
         for name in SIZES:
             check_count(f"train.model.{name}", shape[name])
-        if shape["num_heads"] % shape["num_kv_heads"] or shape["head_dim"] % 2:
-            said = "num_heads is not a multiple of num_kv_heads, or head_dim is odd. Correct them."
-            raise UserError("option-range", f"train.model: {said}")
+        for name, of, why in ("num_heads", shape["num_kv_heads"], " (num_kv_heads)"), ("head_dim", 2, ""):
+            if shape[name] % of:
+                raise invalid(f"train.model.{name}", shape[name], f"Set a multiple of {of}{why}")
         self.tokenizer = build_tokenizer(shape["max_positions"])
         pools = Pools(**config.check("train.data", Pools, {"seed": args.seed, **args.data}, whole=True))
         network = Transformer(TransformerConfig(**{**shape, "vocab_size": len(self.tokenizer)}))
@@ -111,10 +111,9 @@ class MiniTrainer(CommandTrainer):
     @classmethod
     def command(cls, line: Command) -> Path:
         """Train from scratch or from the last checkpoint, and return the folder of the result."""
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise UserError(
-                "processes-unsupported", "train=mini runs in one process. Run it without torchrun, or unset WORLD_SIZE."
-            )
+        if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+            said = "train=mini runs in one process. Run it without torchrun, or unset WORLD_SIZE."
+            raise UserError("processes-unsupported", said)
         args = line.arguments(MiniConfig, model=line.model, data=line.data)
         folder, last = Path(args.output_dir), last_checkpoint(args.output_dir)
         line.begin(folder, saving.has_weights(folder), last)

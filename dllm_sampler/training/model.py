@@ -55,10 +55,8 @@ class Trainable(nn.Module):
                 weight.requires_grad_(False)
         adapter = None if lora is None else adapters.attach(inner, lora, seed, SHARED if gemma else None)
         vars(self).update(inner=inner, adapter=adapter)  # parts of the network, and no modules beside it
-        if isinstance(denoiser, MaskedLMDenoiser):
-            self.network: nn.Module = denoiser.module()
-        else:
-            self.network = UniformLM(inner) if gemma else inner
+        plain = UniformLM(inner) if gemma else inner
+        self.network: nn.Module = denoiser.module() if isinstance(denoiser, MaskedLMDenoiser) else plain
         self.denoiser, self.tokenizer, self.named = denoiser, tokenizer, named
         self._settings, self._lora, self._seed = settings, lora, seed
         self._keys_to_ignore_on_save = sorted(self.state_dict().keys() - self.learned().keys())
@@ -73,7 +71,7 @@ class Trainable(nn.Module):
             named, denoiser, tokenizer = type(model.denoiser).__name__, model.denoiser, model.tokenizer
         else:
             named = str(model.get("path", model.get("name"))) if isinstance(model, Mapping) else str(model)
-            settings = config.model(model)
+            settings = config.model({} if model is None else model)
             folder = loading.find(*(settings[name] for name in ("path", "revision", "trust_remote_code")))
             unfit = [name for name in UNTRAINABLE if settings[name]]
             unfit += ["causal_context=false"] if settings["causal_context"] is False else []

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.errors import UserError, counted, unknown
 from dllm_sampler.host.functions import resolve_callable
 from dllm_sampler.inputs.rewards import listed
 from dllm_sampler.models.mini_rewards import correct, items, lines, partly, units
@@ -32,12 +32,12 @@ def call(name: str, reward: Reward, prompts: Sequence[Any], completions: list[st
         given = listed(reward(prompts=prompts, completions=completions, **columns))
         values = [None if one is None else float(one) for one in given]
     except (Exception, SystemExit) as error:  # whatever a user's function raises
-        said = f"reward {name} failed on {len(completions)} answers ({type(error).__name__}: {error})."
+        said = f"reward {name} failed on {counted(len(completions), 'answer')} ({type(error).__name__}: {error})."
         said += " Correct it: it is called as reward(prompts=..., completions=..., **columns)."
         raise UserError("function-failed", said) from error
     if len(values) != len(completions):
-        said = f"reward {name} gave {len(values)} numbers for {len(completions)} answers. Return one for each."
-        raise UserError("function-result", said)
+        said = f"reward {name} returned {counted(len(values), 'number')} for {counted(len(completions), 'answer')}."
+        raise UserError("function-result", f"{said} Return a number or None for each answer.")
     return values
 
 
@@ -55,14 +55,14 @@ def judge(
         try:
             given = call(name, reward, prompts, completions, columns)
         except UserError as error:
-            troubles.append(f"{error} The batch has no score.")
+            troubles.append(f"{error} No answer of this batch has a score.")
             total.fill_(torch.nan)
             continue
         applies = torch.tensor([one is not None for one in given], dtype=torch.bool)
         values = torch.tensor([one or 0.0 for one in given], dtype=torch.float64)
         bad = applies & ~values.isfinite()
         if bad.any():
-            troubles.append(f"reward {name} is not finite for {int(bad.sum())} answers: these have no score")
+            troubles.append(f"reward {name} is not finite: {counted(int(bad.sum()), 'answer')} without a score.")
         total += weight * torch.where(bad, torch.nan, values)
         judged |= applies
         means[name] = float(values[applies & ~bad].mean())  # NaN where it judged none

@@ -53,42 +53,39 @@ class MaskedDiffusionTrainer(DiffusionTrainer):
         self._held_loss: MaskedLoss | UniformLoss = MaskedLoss(spec, complementary=True, inverse=inverse)
         if spec.mask_id is None:
             if args.complementary:
-                said = (
-                    f"train.complementary=true needs a mask token, and {self.trained.named} has none. Set it to false."
-                )
-                raise UserError("mask-token-missing", said)
+                said = f"train.complementary=true needs a mask token, and {self.trained.named} has none."
+                raise UserError("mask-token-missing", f"{said} Set it to false.")
             self.loss = self._held_loss = UniformLoss(spec, args.self_conditioning, args.encoder)
         self.most = min(args.max_length or spec.max_positions, spec.max_positions)
         whole = spec.attention == "bidirectional" and not spec.encoder
         self._padding = args.padding or ("longest" if whole else "block")
         if self._padding == "block" and spec.block_length is None:
-            said = (
-                f"train.padding=block needs a model with blocks, unlike {self.trained.named}. Set a number of tokens."
-            )
+            said = f"train.padding=block needs a model with blocks, unlike {self.trained.named}. Set longest or none."
             raise UserError("option-not-applicable", said)
 
     def rows(self, some: Sequence[Example], held: bool = False) -> list[Row]:
         """Check and encode prompts and answers. Too long ones may be dropped."""
         encode, found = Encoder(self.trained.tokenizer, self.trained.spec), list[Row]()
+        limit, way = f"train.max_length={self.most}", "Raise it"
+        if self.most == self.trained.spec.max_positions:
+            limit, way = f"the model's context of {self.most}", "Shorten the examples"
         for example in some:
             prompt, answer = encode(example)
             size = len(prompt) + len(answer)
             if size > self.most and self.args.longer == "refuse":
-                limit, way = f"train.max_length is {self.most}", "Raise it"
-                if self.most == self.trained.spec.max_positions:
-                    limit, way = f"the model's context is {self.most}", "Shorten the example"
-                said = f"{example.where} has {size} tokens of prompt and answer, and {limit}."
+                said = f"{example.where} has {size} tokens of prompt and answer, too many for {limit}."
                 raise UserError("example-too-long", f"{said} {way}, or set train.longer=drop.")
             if size <= self.most:
                 found.append(Row(len(found), example, prompt, answer))
         if len(found) < len(some):
             say(f"dropped {counted(len(some) - len(found), 'example')} of more than {counted(self.most, 'token')}")
         if not found and not held:
-            raise UserError("nothing-to-learn", "longer=drop leaves no examples. Raise max_length.")
+            said = f"train.longer=drop leaves no examples: all are too long for {limit}."
+            raise UserError("nothing-to-learn", f"{said} {way}.")
         for row in found if held else ():
             if (size := len(row.answer) - 1) > self.args.new_tokens:
-                said = f"the answer of {row.example.where} has {size} tokens. Raise new_tokens={self.args.new_tokens}."
-                raise UserError("example-too-long", said)
+                said = f"train.new_tokens={self.args.new_tokens} is less than the {size} tokens of the answer of"
+                raise UserError("example-too-long", f"{said} {row.example.where}. Raise it.")
             encode.prompt(row.example, self.args.new_tokens)
         return found
 

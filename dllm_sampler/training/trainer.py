@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_utils import EvalLoopOutput
 
 from dllm_sampler import config
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.errors import NotFiniteError, UserError
 from dllm_sampler.host import files
 from dllm_sampler.inputs.metrics import Metric
@@ -53,7 +54,9 @@ class Arguments(TrainingArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         own = {one.name for one in fields(self)} - {one.name for one in fields(TrainingArguments)}
-        config.check("", type(self), {name: getattr(self, name) for name in own})
+        config.check("train", type(self), {name: getattr(self, name) for name in own})
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            check_count(f"train.{name}", getattr(self, name))
 
 
 @dataclass
@@ -199,22 +202,14 @@ class DiffusionTrainer(CommandTrainer):
     most_held_out: ClassVar[int] = 64  # most examples that `held_out=null` holds out
 
     def __init__(
-        self,
-        model: Model | PreTrainedModel,
-        args: DiffusionConfig | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        *,
-        peft_config: Any = None,
-        metric: Metric | str = "exact_match",
-        callbacks: Sequence[TrainerCallback] = (),
-        **options: Any,
-    ):
+        self, model: Model | PreTrainedModel, args: DiffusionConfig | None = None, train_dataset: Any = None,
+        eval_dataset: Any = None, processing_class: Any = None, *, peft_config: Any = None,
+        metric: Metric | str = "exact_match", callbacks: Sequence[TrainerCallback] = (), **options: Any,
+    ):  # fmt: skip
         args = args or self.config(output_dir="trained")
         if args.dtype == "bfloat16" and peft_config is None:
-            said = "dtype=bfloat16 rounds small updates of all weights away. Use it with lora, or set bf16=true."
-            raise UserError("options-conflict", said)
+            said = "train.dtype=bfloat16 rounds small updates of all weights away."
+            raise UserError("options-conflict", f"{said} Set train.lora, or train.dtype=float32 with train.bf16=true.")
         self.args = args
         self.examples = examples(train_dataset, self.answers, "train_dataset")
         held = [] if eval_dataset is None else examples(eval_dataset, self.answers, "eval_dataset")
@@ -226,19 +221,15 @@ class DiffusionTrainer(CommandTrainer):
         self.average = WeightCopy("average", args.average)
         self.copies: list[WeightCopy] = [self.average, *(one for one in callbacks if isinstance(one, WeightCopy))]
         for name in args.samplers:
-            self.sampler(**config.check(name, Sampler, getattr(args, name)))  # a mistake in one shows here
+            self.sampler(**config.check(f"train.{name}", Sampler, getattr(args, name)))  # a mistake in one shows here
         self.prepare()
         self.train_rows, self.held_rows = self.rows(self.examples), self.rows(held, held=True)
+        data: Any = self.train_rows, self.held_rows or None  # a list is a data set by position
         super().__init__(
-            model=self.trained,
-            args=args,
-            data_collator=lambda rows: {"rows": rows},
-            train_dataset=self.train_rows,  # pyright: ignore[reportArgumentType] (a list is a data set by position)
-            eval_dataset=self.held_rows or None,  # pyright: ignore[reportArgumentType]
-            processing_class=self.trained.tokenizer,
-            callbacks=[FiniteGradients(), *([self.average] if args.average else []), *callbacks],
-            **options,
-        )
+            model=self.trained, args=args, data_collator=lambda rows: {"rows": rows}, train_dataset=data[0],
+            eval_dataset=data[1], processing_class=self.trained.tokenizer,
+            callbacks=[FiniteGradients(), *([self.average] if args.average else []), *callbacks], **options,
+        )  # fmt: skip
         self.model_accepts_loss_kwargs = False  # a loss is the mean over its rows
         self.can_return_loss = self.held_out_loss
 
@@ -289,9 +280,10 @@ class DiffusionTrainer(CommandTrainer):
         """Return answers in the order of the prompts."""
         size = max(self.args.answer_batch_size, samples)  # answers to one prompt may have to begin together
         options: dict[str, Any] = {"max_new_tokens": self.args.new_tokens, "batch_size": size, "order": "given"}
-        options |= {"seed": seeds, "samples": samples}
         with self.accelerator.autocast():
-            found = self.trained.sampling(lambda: [*sampler.generate_many(prompts, **options)])
+            found = self.trained.sampling(
+                lambda: [*sampler.generate_many(prompts, seed=seeds, samples=samples, **options)]
+            )
         for answer in found:
             if answer.finish_reason == "not_finite":
                 raise NotFiniteError(answer.nfe, [answer.index + 1])
@@ -313,8 +305,7 @@ class DiffusionTrainer(CommandTrainer):
     def evaluation_loop(self, *given: Any, metric_key_prefix: str = "eval", **named: Any) -> EvalLoopOutput:
         """Return the loss of held-out examples, and the figures of `measured`."""
         with self.average.applied():
-            nothing: Any = None
-            found = EvalLoopOutput(nothing, None, {}, len(self.held_rows))
+            found = EvalLoopOutput(None, None, {}, len(self.held_rows))  # pyright: ignore[reportArgumentType]
             if self.held_out_loss:
                 found = super().evaluation_loop(*given, metric_key_prefix=metric_key_prefix, **named)
             measured = self.measured()
@@ -326,8 +317,9 @@ class DiffusionTrainer(CommandTrainer):
         rows, seeds = shared(self.held_rows)
         mine = [row.example for row in rows]
         answers = self.answered(self.sampler(**self.args.evaluation), [one.prompt for one in mine], [*seeds])
-        pairs = zip(mine, answers, strict=True)
-        right = [one.right(answer, self.metric) for one, answer in pairs if one.answer is not None]
+        right = [
+            one.right(answer, self.metric) for one, answer in zip(mine, answers, strict=True) if one.answer is not None
+        ]
         counts = [sum(right), len(right), sum(one.nfe for one in answers), sum(one.length for one in answers)]
         total, count, nfe, tokens = (sum(some) for some in zip(*gather_object([counts]), strict=True))
         found = {"nfe": nfe / len(self.held_rows), "tokens_per_forward": tokens / nfe}

@@ -182,7 +182,7 @@ def check(sampler: Sampler) -> None:
         f"blocks={named(blocks)} has blocks of several lengths, and a causal context needs one. Use blocks=fixed.": (
             causal and (blocks.sizes_on_open or blocks.several)
         ),
-        "the model has blocks from the answer on. Use blocks_from=text.": spec.blocks_from != "text",
+        "the model's blocks begin with the answer. Set model.blocks_from=text.": spec.blocks_from != "text",
         "the model is not a plain masked-diffusion Transformer. Remove guidance and compat=true.": not plain,
     }
     for reason, holds in reasons.items():

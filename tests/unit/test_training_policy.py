@@ -121,8 +121,8 @@ def test_rewards_add_up() -> None:
     ("reward", "message", "unscored"),
     [
         (broken, r"reward r0 failed on 3 answers \(RuntimeError: no judge\)", 3),
-        (lambda **_: [1.0], "gave 1 numbers for 3 answers", 3),
-        (lambda **_: [1.0, math.nan, math.inf], "not finite for 2 answers", 2),
+        (lambda **_: [1.0], "returned 1 number for 3 answers", 3),
+        (lambda **_: [1.0, math.nan, math.inf], "not finite: 2 answers", 2),
         (lambda **_: ["high"] * 3, "failed on 3 answers .ValueError", 3),
     ],
 )

@@ -295,7 +295,7 @@ def test_rewards_that_fail(llada: Path, tmp_path: Path, monkeypatch: pytest.Monk
     run = trainer("trajectory", llada, tmp_path / "run", reward_funcs=nowhere, beta=0.0)
     with refused("nothing-to-learn"):
         run.train()
-    assert "nowhere is not finite for 12 answers" in capsys.readouterr().err
+    assert "nowhere is not finite: 12 answers without a score" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
