@@ -404,10 +404,10 @@ def _typed(name: str, target: Any, key: str, value: object) -> Any:
         way = f"Set {expected(error)}"
         items = value if isinstance(value, list | tuple) else [value]
         if "string_type" in kinds and items and all(isinstance(one, int | float) for one in items):
-            quoted = ", ".join(f'"{as_typed(one)}"' for one in items)
+            quoted = ", ".join(f'"{as_typed(one, exact=True)}"' for one in items)
             quoted = f"[{quoted}]" if items is value else quoted
             way += f". To set {quoted} in a shell, write {name}='{quoted}'"  # a shell removes its own quotes
-        raise invalid(name, value, way, code) from None
+        raise invalid(name, value, way, code, exact=True) from None
 
 
 # Words of pydantic, and those of a message about a setting. The second word is for the items of a list.

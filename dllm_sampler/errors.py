@@ -198,22 +198,31 @@ def short(text: str, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}... ({len(text)} characters)"
 
 
-def as_typed(value: object) -> str:
-    """Return a value as it is typed in a setting, for example `null` or `[1, 'a']`. A long one is shortened."""
+def as_typed(value: object, exact: bool = False) -> str:
+    """Return a value as it is typed in a setting, for example `null` or `[1, 'a']`. A long one is shortened.
+
+    Args:
+        exact: keep 2.0. By default it is 2, since a type check may have made it of a typed 2.
+    """
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        return str(int(value))  # a type check may have made 2.0 of a typed 2
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 and not exact:
+        return str(int(value))
     if isinstance(value, list | tuple):
-        return short(f"[{', '.join(map(as_typed, value))}]")
+        return short(f"[{', '.join((as_typed(one, exact) for one in value))}]")
     if isinstance(value, dict):
-        return short("{" + ", ".join(f"{key}: {as_typed(one)}" for key, one in value.items()) + "}")
+        return short("{" + ", ".join(f"{key}: {as_typed(one, exact)}" for key, one in value.items()) + "}")
     return short(repr(value))
 
 
-def invalid(name: str, value: object, way: str, code: str = "option-range") -> UserError:
-    """Return the error for a value that a setting cannot have. `way` says what to do, without the full stop."""
-    return UserError(code, f"{name}={as_typed(value)} is invalid. {way}.")
+def invalid(name: str, value: object, way: str, code: str = "option-range", exact: bool = False) -> UserError:
+    """Return the error for a value that a setting cannot have.
+
+    Args:
+        way: what to do, without the full stop.
+        exact: as for `as_typed`, for a setting that takes 2 and not 2.0.
+    """
+    return UserError(code, f"{name}={as_typed(value, exact)} is invalid. {way}.")
 
 
 def nearest(word: str, names: Iterable[str], most: int = 2, cutoff: float = 0.6) -> list[str]:

@@ -35,7 +35,7 @@ def check_count(name: str, value: object, least: int = 1, *, most: int | None = 
     if not is_whole(value) or value < least or (most is not None and value > most):
         span = f"of at least {least}" if most is None else f"from {least} to {most}"
         null = ", or null" if optional else ""
-        raise invalid(name, value, f"Set a whole number {span}{null}")
+        raise invalid(name, value, f"Set a whole number {span}{null}", exact=True)
 
 
 def check_number(
@@ -61,19 +61,14 @@ def check_number(
     what = "a finite number" if finite and what == "a number" else what
     span = f" between {least} and {most}" if most < inf else f" of at least {least}" if least > -inf else ""
     null = ", or null" if optional else ""
-    raise invalid(name, _shortest(value), f"Set {what}{span}{null}")
+    raise invalid(name, value, f"Set {what}{span}{null}")
 
 
 def check_positive(name: str, value: Any, what: str = "a finite number", *, most: float | None = None) -> None:
     """Refuse anything but a finite number above 0 and at most `most`. `what` is as in `check_number`."""
     if not is_real(value) or not 0 < value < inf or (most is not None and value > most):
         limit = "" if most is None else f", at most {most}"
-        raise invalid(name, _shortest(value), f"Set {what} above 0{limit}")
-
-
-def _shortest(value: Any) -> Any:
-    """Return a whole float as an int: -1 for the -1.0 that the type check made of a typed -1."""
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+        raise invalid(name, value, f"Set {what} above 0{limit}")
 
 
 def check_share(name: str, value: object, what: str = "a share") -> None:

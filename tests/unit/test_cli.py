@@ -177,6 +177,7 @@ WRONG = [
     (["guide=[[1]]"], "dllm-sample: "),
     (["++guide.top_p=3"], "++guide.top_p=3 sets a guide that is not chosen"),
     (["max_new_tokens=0"], "max_new_tokens=0 is invalid. Set a whole number of at least 1."),
+    (["max_new_tokens=1e3"], "max_new_tokens=1000.0 is invalid. Set a whole number."),
     (["max_new_tokens=999"], "max_new_tokens=999"),
     (["max_new_tokens=62"], "for the model's context of 64"),
     (["batch_size=0"], "batch_size=0 is invalid. Set a whole number from 1 to"),
