@@ -218,7 +218,7 @@ class ElasticCache(BaseCache):
         """Return `[B, L+1] bool` decoded columns that the watched rows look at most, by `weights [B, H, R, S]`."""
         real = (plan.watched < plan.chosen.shape[1] - 1).to(weights.dtype)[:, None, :, None]
         mass = (weights * real).sum((1, 2)).double()  # [B, S]
-        # The first layer looks at all end tokens alike if their embedding is 0, as that of padding is.
+        # The first layer looks at all end-of-text tokens alike if their embedding is 0, as that of padding is.
         mass = significant(mass, weights.dtype)
         mass = F.pad(mass, (0, plan.known.shape[1] - mass.shape[1]))
         return select.top(mass, plan.known, torch.full_like(self.refresh_from, self.track))

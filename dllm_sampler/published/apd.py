@@ -33,7 +33,7 @@ class PublishedParallelDecoding(ParallelDecoding):
 
 @dataclass(frozen=True)
 class EndsAnywhere(BlockStop):
-    """A stop that ends a row with an end token at any position, even in the prompt. The other masks stay masked.
+    """A stop that ends a row with an end-of-text token at any position, even in the prompt. The other masks stay masks.
 
     Source: APD's loop, with or without a verifier, arXiv 2506.00413.
     """

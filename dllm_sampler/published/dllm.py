@@ -95,10 +95,10 @@ class RightPaddedDraws(ReplayNoise):
 
 @dataclass(frozen=True)
 class StopTogether(BlockStop):
-    """A stop that ends all rows of a batch together, once their blocks are full and each row has an end token.
+    """A stop that ends all rows of a batch together, once their blocks are full and each row has an end-of-text token.
 
-    Source: `BD3LMSampler`. A row with an end token continues until the others have one. Rows also end when their last
-    block is full, without a forward that stores it.
+    Source: `BD3LMSampler`. A row with an end-of-text token continues until the others have one. Rows also end when
+    their last block is full, without a forward that stores it.
     """
 
     @override

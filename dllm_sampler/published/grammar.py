@@ -20,9 +20,9 @@ class PublishedGrammar(Grammar):
     """Grammar-constrained decoding that chooses the positions of a step again after each rejected token.
 
     It decodes one row. The scheduler only sets the number of tokens per step. After a rejection the position competes
-    with its next best token, at temperature 0 with renormalised probabilities. An end token overwrites everything
-    after it. The text may continue after the canvas. `tries` limits the rejections of the whole generation, and the
-    row ends when it is reached.
+    with its next best token, at temperature 0 with renormalised probabilities. An end-of-text token overwrites
+    everything after it. The text may continue after the canvas. `tries` limits the rejections of the whole generation,
+    and the row ends when it is reached.
 
     Args:
         known, texts_of, ending: the values of `language`, `tokens` and `ends`, from a bound `Grammar`.
@@ -39,7 +39,7 @@ class PublishedGrammar(Grammar):
     decisions: list[list[int | bool]] = field(default_factory=list)
 
     def bind(self, context: Context) -> PublishedGrammar:
-        """Set the language, the tokens and the end tokens from the arguments, and return this guide."""
+        """Set the language, the tokens and the end-of-text tokens from the arguments, and return this guide."""
         vars(self).update(language=self.known, tokens=self.texts_of, ends=self.ending)
         return self
 
@@ -93,7 +93,7 @@ class PublishedGrammar(Grammar):
                     ids[0, later], commit[0, later] = token, True
                     open_ &= places != later
             first_other = next((word for word in text.words if not isinstance(word, bytes)), None)
-            complete = first_other is not None  # an end token comes before the first mask
+            complete = first_other is not None  # an end-of-text token comes before the first mask
         finish = torch.full_like(canvas.done, complete)
         return replace(edit, ids=ids, commit=commit, finish=finish), Refusals(refused, stuck)
 

@@ -36,11 +36,11 @@ class PublishedLearnedFilter(LearnedFilter):
 
 @dataclass(frozen=True)
 class PublishedEndOfText(EndOfText):
-    """`EndOfText` that treats end tokens as predicted, not committed, unless the filter accepted them.
+    """`EndOfText` that treats end-of-text tokens as predicted, not committed, unless the filter accepted them.
 
     It needs `PublishedLearnedFilter`.
 
-    Source: Learn2PD, arXiv 2509.25188. The code requires no probability of a predicted end token.
+    Source: Learn2PD, arXiv 2509.25188. The code requires no probability of a predicted end-of-text token.
     """
 
     mode: Literal["resolved", "predicted"] = "predicted"
@@ -48,7 +48,7 @@ class PublishedEndOfText(EndOfText):
 
     @override
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        # The code looks for predicted end tokens at the masks from before the step.
+        # The code looks for predicted end-of-text tokens at the masks from before the step.
         assert isinstance(edit, FilteredEdit) and edit.accepted is not None
         accepted = replace(edit, commit=edit.commit & edit.accepted)
         after = canvas.apply(query.positions, accepted)

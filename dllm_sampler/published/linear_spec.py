@@ -16,11 +16,11 @@ class PublishedLinearSpec(LinearSpec):
     """Linear self-speculation whose first forward computes the prompt and commits the token after it.
 
     Source: Nemotron-Labs-Diffusion (`linear_spec_generate`). A row ends after a complete round, so it may have more
-    than `tokens` tokens. Those after an end token are cut. It decodes one prompt at a time.
+    than `tokens` tokens. Those after an end-of-text token are cut. It decodes one prompt at a time.
 
     Args:
         tokens: number of new tokens after which the row ends.
-        eos: id of the end token.
+        eos: id of the end-of-text token.
         accepted: list to which each round appends its number of accepted tokens.
     """
 

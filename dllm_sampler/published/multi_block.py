@@ -35,7 +35,7 @@ class StrictEntropy(EntropyThreshold):
 
 @dataclass(frozen=True)
 class StaleMasks(AroundWithState):
-    """A scheduler that may still commit, for one forward, masks that an end token has just filled.
+    """A scheduler that may still commit, for one forward, masks that an end-of-text token has just filled.
 
     Source: d3LLM's early stop, arXiv 2601.07568, whose loop looks for masks before it fills them. It needs
     `PublishedFill` and `HeldProgress`, since the commit that ensures progress may also be at such a mask.
@@ -69,7 +69,7 @@ class StaleMasks(AroundWithState):
         return edit, (inner, left)
 
     def _before(self, canvas: Canvas, masked: Tensor) -> Canvas:
-        """Return the canvas before the last fill. If a row has an end token, its block reaches to the row's end."""
+        """Return the canvas before the last fill. The block of a row with an end-of-text token reaches to its end."""
         ended = (is_end(canvas.ids, self.end_ids) & ~canvas.masked & ~canvas.layout.frozen & canvas.seen()).any(1)
         stop = torch.where(ended, canvas.end, canvas.stop)
         return replace(canvas, masked=masked, stop=stop)
@@ -92,7 +92,7 @@ class HeldProgress(MultiBlock):
 class PublishedFill(FillStop):
     """`FillStop` that fills nothing once no mask is left on the canvas.
 
-    Source: d3LLM's early stop, arXiv 2601.07568. With `StaleMasks` other tokens may then follow the end token.
+    Source: d3LLM's early stop, arXiv 2601.07568. With `StaleMasks` other tokens may then follow the end-of-text token.
     """
 
     @override

@@ -21,20 +21,22 @@ from dllm_sampler.stops.end_tokens import BlockStop, with_finish
 
 
 def ends_before_masks(canvas: Canvas, eos: int) -> Tensor:
-    """Return `[B] bool` rows whose block has an end token without a mask before it in the block."""
+    """Return `[B] bool` rows whose block has an end-of-text token without a mask before it in the block."""
     known = ((canvas.masked & canvas.in_block()).cumsum(1) == 0) & canvas.in_block()
     return (known & (canvas.ids == eos)).any(1)
 
 
 @dataclass(frozen=True)
 class LeavesAtEnd(Around):
-    """A scheduler that closes a block once an end token has no mask before it in the block. Masks may follow it.
+    """A scheduler that closes a block once an end-of-text token has no mask before it in the block.
+
+    Masks may follow the token.
 
     Source: Nemotron-Labs-Diffusion's `generate` with `causal_context=False`.
 
     Args:
         inner: the scheduler that commits.
-        eos: id of the end token.
+        eos: id of the end-of-text token.
     """
 
     eos: int = -1
@@ -47,7 +49,7 @@ class LeavesAtEnd(Around):
 
 @dataclass(frozen=True)
 class StopStored(BlockStop):
-    """A stop that ends a row in the forward that stores a block with an end token.
+    """A stop that ends a row in the forward that stores a block with an end-of-text token.
 
     Source: Nemotron-Labs-Diffusion's `generate` with `causal_context=False`.
     """
@@ -146,13 +148,13 @@ class SeededBlocks(Around):
 
 @dataclass(frozen=True)
 class SeededContext(SeededBlocks):
-    """`SeededBlocks` that closes a block once an end token has no mask before it in the block.
+    """`SeededBlocks` that closes a block once an end-of-text token has no mask before it in the block.
 
-    Source: Nemotron-Labs-Diffusion's `generate`. Masks may follow the end token. The row ends after the forward that
-    stores the block. The canvas must be one token longer than the answer, so that the last block is stored, too.
+    Source: Nemotron-Labs-Diffusion's `generate`. Masks may follow the end-of-text token. The row ends after the forward
+    that stores the block. The canvas must be one token longer than the answer, so that the last block is stored, too.
 
     Args:
-        eos: id of the end token.
+        eos: id of the end-of-text token.
     """
 
     eos: int = -1
@@ -162,7 +164,7 @@ class SeededContext(SeededBlocks):
         return carry[1]
 
     def init(self, canvas: Canvas) -> Carry:
-        """Return `[B] bool` rows that have closed a block at an end token, and the inner carry."""
+        """Return `[B] bool` rows that have closed a block at an end-of-text token, and the inner carry."""
         return torch.zeros_like(canvas.done), super().init(canvas)
 
     @override

@@ -30,9 +30,9 @@ class StopAt(BlockStop):
 
 @dataclass(frozen=True)
 class EarlyStop(PrefixStop):
-    """`PrefixStop` that only checks a row in steps that commit an end token or finish a block.
+    """`PrefixStop` that only checks a row in steps that commit an end-of-text token or finish a block.
 
-    If the prompt contains an end token, the row ends in the first step that commits another one.
+    If the prompt contains an end-of-text token, the row ends in the first step that commits another one.
     Source: LLaDA2's loop, arXiv 2512.15745.
     """
 
@@ -49,7 +49,7 @@ class EarlyStop(PrefixStop):
 
 @dataclass(frozen=True)
 class PromptCounts(BlockStop):
-    """`BlockStop` that also counts end tokens of the prompt in the current block.
+    """`BlockStop` that also counts end-of-text tokens of the prompt in the current block.
 
     Source: the code of DMax, arXiv 2604.08302.
     """
@@ -62,7 +62,7 @@ class PromptCounts(BlockStop):
 
 @dataclass(frozen=True)
 class AllEnd(BlockStop):
-    """A stop that ends a row after a block of end tokens only. Prompt tokens in the block count, too.
+    """A stop that ends a row after a block of end-of-text tokens only. Prompt tokens in the block count, too.
 
     Source: the early exit of FreeDave's loops, arXiv 2510.00294.
 

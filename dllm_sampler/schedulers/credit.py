@@ -62,7 +62,7 @@ class Credit(DInferThreshold):
         return frozenset({"probabilities"})
 
     def init(self, canvas: Canvas) -> Carry:
-        """Return tokens and their credit, both `[B, L+1, memory]`. A credit of 0 is a free place."""
+        """Return tokens and their credit, both `[B, L+1, memory]`. A credit of 0 means that no token is remembered."""
         tokens = torch.zeros(*canvas.ids.shape, self.memory, dtype=torch.long, device=canvas.ids.device)
         return tokens, tokens.double()
 

@@ -79,7 +79,7 @@ class Daedal(Lengthening):
         close = None if edit.close_block is None else edit.close_block & ready
         commit = edit.commit & ready[:, None] & (edit.ids != self.mask)  # under `compat` it may be chosen
         edit = replace(edit, commit=commit, close_block=close, resize=resize)
-        over = ~canvas.apply(query.positions, edit).masked.any(1)  # after the last mask there are end tokens
+        over = ~canvas.apply(query.positions, edit).masked.any(1)  # after the last mask there are end-of-text tokens
         edit = replace(edit, finish=over if edit.finish is None else (edit.finish | over) & ready)
         return edit, (grows, where_rows(ready, inner, before, canvas.length))
 
