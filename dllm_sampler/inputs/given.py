@@ -242,7 +242,8 @@ def encode_template(
         alone: true if no prompt is before the text.
 
     Raises:
-        UserError: the text has no gap, a gap without a length, or more tokens than the model's context.
+        UserError: the text has no gap, only gaps, a gap without a length, or more tokens than the model's context, or
+            `piece_ids` refuses a part of it.
     """
     if isinstance(text, str):
         given = _filled(text, tokenizer, name, alone, spec)

@@ -92,7 +92,7 @@ def encode_one(
 
     Args:
         max_new_tokens: number of tokens of the answer.
-        answer: name of an answer in errors that has this length by itself. By default `max_new_tokens` is the option.
+        answer: name of the answer in errors, if the option `max_new_tokens` does not set its length.
 
     Raises:
         UserError: the prompt has a wrong type, is empty or too long, or has a token that it must not have.

@@ -29,7 +29,7 @@ class Graph:
 
 
 class Emptiness:
-    """The search for one grammar.
+    """A search for words of one grammar in graphs of partial texts.
 
     Args:
         grammar: in normal form.

@@ -146,7 +146,7 @@ class Language:
             the first state, the final ones, and the next state by state and byte.
 
         Raises:
-            UserError: the language is not regular and no depth is given, no text has such a depth, or the automaton is
-                too large.
+            UserError: the language is not regular and no depth is given, the depth is negative or no text has it, or
+                the automaton is too large.
         """
         return bounded_automaton(self.grammar, self.terminals, depth, f"The grammar {self.name}")

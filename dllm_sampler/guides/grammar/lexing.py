@@ -33,7 +33,7 @@ class Lexing:
 
 
 class Scanner:
-    """Lexes pieces and remembers the results.
+    """A lexer of pieces that remembers its results.
 
     Args:
         terminals: the terminals of the language.

@@ -32,7 +32,7 @@ class Grammar:
 
     @cached_property
     def number(self) -> dict[str, int]:
-        """The variables by name."""
+        """The number of each variable that has a name."""
         return {name: at for at, name in enumerate(self.names) if name}
 
     @cached_property
@@ -75,17 +75,17 @@ class Grammar:
 
 
 def bits(numbers: Iterable[int]) -> int:
-    """Return the set of some numbers."""
+    """Return a set of numbers as an integer with one bit each."""
     return union(1 << one for one in numbers)
 
 
 def union(sets: Iterable[int]) -> int:
-    """Return the numbers of any of some sets."""
+    """Return the union of sets that are integers, see `bits`."""
     return reduce(or_, sets, 0)
 
 
 def members(mask: int) -> Iterator[int]:
-    """Yield the numbers of a set, in order."""
+    """Yield the numbers of a set that is an integer, in order."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1
