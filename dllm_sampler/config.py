@@ -166,13 +166,14 @@ def build(group: str, spec: object) -> Any:
     Args:
         group: `scheduler`, `blocks`, `stop`, `cache`, `guide` or `particles`.
         spec: a name (`"threshold"`), a dict (`{"name": "threshold", "threshold": 0.9}`) or a plug-in object. `None`
-            means the group's `none`. For `guide` also a sequence of these, in the order in which they change logits.
+            means `none`, in a group that has it. For `guide` also a sequence of these, in the order in which they
+            change logits.
 
     Returns:
         The plug-in, or for `guide` a tuple of plug-ins, which is empty for `none`.
 
     Raises:
-        UserError: a name or field is unknown, or a value has the wrong type.
+        UserError: a name or field is unknown, or a value has the wrong type or is out of range.
     """
     if group == "guide":
         specs = spec if isinstance(spec, Sequence) and not isinstance(spec, str) else [spec]

@@ -209,7 +209,7 @@ def as_typed(value: object, exact: bool = False) -> str:
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 and not exact:
         return str(int(value))
     if isinstance(value, list | tuple):
-        return short(f"[{', '.join((as_typed(one, exact) for one in value))}]")
+        return short(f"[{', '.join(as_typed(one, exact) for one in value)}]")
     if isinstance(value, dict):
         return short("{" + ", ".join(f"{key}: {as_typed(one, exact)}" for key, one in value.items()) + "}")
     return short(repr(value))

@@ -121,6 +121,10 @@ class Sampler:
 
         Args:
             options: options of the constructor to change. Each sampler records CUDA graphs of its own, so reuse it.
+
+        Raises:
+            TypeError: the constructor has no such option.
+            UserError: as the constructor.
         """
         check_known(options, self.generate_many, self.generate)
         return Sampler(self.denoiser, tokenizer=self.tokenizer, **cast(SamplerOptions, {**self._options, **options}))
@@ -312,7 +316,7 @@ class Sampler:
             options: as in `generate`.
 
         Raises:
-            UserError: as `generate`, or a span is outside of an answer.
+            UserError: as `generate`, or a span is outside of an answer, or a result has `prompts` beside it.
         """
         if isinstance(answers, Result):
             if prompts is not None:
@@ -395,14 +399,19 @@ class Sampler:
     ) -> Iterator[Commits]:
         """Answer a batch of prompts, and yield the canvas after every `every` steps. The last item has the result.
 
-        Each item is a transfer from the device. The other arguments are as in `generate`.
+        Each item is copied from the device. The other arguments are as in `generate`.
+
+        Raises:
+            UserError: as `generate`, or `particles` would decode several rows for each prompt.
+            NotFiniteError: as `generate`.
         """
         check_count("every", every)
         runtime = self._runtime(options, block_length)
         if runtime.plugins.particles.count > 1:
             raise UserError(
                 "option-not-applicable",
-                f"stream does not work with particles={named(runtime.plugins.particles)}. Use generate.",
+                f"stream does not work with particles={named(runtime.plugins.particles)}, which decodes several rows."
+                " Use generate, or particles=none.",
             )
         return batch.steps(
             runtime, prompts, every=every, max_new_tokens=max_new_tokens, seed=seed,

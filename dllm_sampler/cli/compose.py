@@ -72,7 +72,7 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
     field.
 
     Raises:
-        UserError: an override cannot be read, or names an unknown option or choice.
+        UserError: an override cannot be read, has several values, or names an unknown option or choice.
     """
     known = recommended.expand(spelled_out(overrides), str(config.defaults(app.root).get("model")))
     words = [word for given in known for word in literal(given)]
@@ -352,7 +352,7 @@ LISTS = ("guide", "experiment", "stop_strings", "stop_token_ids", "forms")  # op
 
 
 def several(app: App, word: str) -> UserError:
-    """Return the error for `key=a,b` if the option takes one value."""
+    """Return the error for a word with several values, for example `key=a,b` or `key=range(3)`."""
     key, _, value = word.partition("=")
     ways = ["Give one"]
     if key in LISTS and "(" not in value:

@@ -48,6 +48,7 @@ def run(asked: Request) -> int:
 
     Raises:
         UserError: a mistake in the input that needs the model to be found. No answer was printed.
+        NotFiniteError: the model or a guide returned NaN. Answers until then were printed.
         KeyboardInterrupt: from Ctrl-C, after finished answers were printed.
     """
     options = asked.settings.options

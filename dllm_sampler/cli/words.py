@@ -204,8 +204,8 @@ def _for_shell(key: str, value: str) -> str:
 def spelled_out(words: Sequence[str]) -> list[str]:
     """Return the words of a command line with `guide.FIELD=VALUE` completed to `guide.NAME.FIELD=VALUE`.
 
-    NAME is the guide with such a field among those that `guide=A` or `guide=[A,B]` chooses. `guide.regex={...}`, with
-    the settings of a chosen guide, is unchanged.
+    NAME is the guide with such a field among those that `guide=A` or `guide=[A,B]` chooses. A word may begin with `+`,
+    `++` or `~`. `guide.regex={...}`, with the settings of a chosen guide, is unchanged.
 
     Raises:
         UserError: several of the chosen guides have the field.
