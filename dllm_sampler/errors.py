@@ -288,10 +288,10 @@ class NotFiniteError(UserError):
     result: Any = None
 
     def __init__(self, step: int, rows: list[int]):
-        which = ", ".join(map(str, rows))
+        which = f"prompt{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}"
         super().__init__(
             "not-finite",
-            f"The model or a guide returned NaN or infinite logits at step {step} for prompt {which}: generation"
+            f"The model or a guide returned NaN or infinite logits at step {step} for {which}: generation"
             " stopped there. Check the weights, the dtype (float16 overflows where bfloat16 does not) and your guides.",
         )
         self.step, self.rows = step, rows

@@ -263,7 +263,7 @@ def untrained(plugins: Plugins) -> str | None:
         return None
     return (
         f"block_length={length} (blocks.length) changes what each token sees, since this model was trained on blocks of"
-        f" {spec.block_length}. Leave it out, or set it to {spec.block_length}"
+        f" {spec.block_length}. Leave it out, or set it to {spec.block_length}."
     )
 
 

@@ -108,8 +108,10 @@ def iterate_steps(
         groups = {(row - 1) // count for row in error.rows}
         for request in (one for group in groups for one in requests[group * count : (group + 1) * count]):
             request.state, request.is_finite = "done", False
-        error.result = reader.result(error.state.canvas, error.state.recorder, requests, error.state.group)
-        raise
+        failed = NotFiniteError(error.step, sorted({requests[row - 1].index + 1 for row in error.rows}))
+        failed.state = error.state
+        failed.result = reader.result(error.state.canvas, error.state.recorder, requests, error.state.group)
+        raise failed from None
 
 
 def warn_of_copies(plugins: Plugins, found: Result, samples: int) -> None:

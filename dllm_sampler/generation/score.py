@@ -21,7 +21,7 @@ from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.in_flight import Request
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.engine.plugins import Plugins
-from dllm_sampler.errors import UserError, counted
+from dllm_sampler.errors import NotFiniteError, UserError, counted
 from dllm_sampler.generation.runtime import Runtime
 from dllm_sampler.inputs import prompts as inputs
 from dllm_sampler.inputs.given import Piece, piece_ids
@@ -52,9 +52,17 @@ def scores(
 
 
 def row_scores(runtime: Runtime, rows: Sequence[tuple[list[int], list[int]]], batch_size: int) -> Scores:
-    """Return the scores of `rows`, pairs of the token ids of a prompt and its answer."""
-    runtime = replace(runtime, noise=OnlyTokens(runtime.plugins))
-    found = [_batch(runtime, rows[at : at + batch_size]) for at in range(0, len(rows), batch_size)]
+    """Return the scores of `rows`, pairs of the token ids of a prompt and its answer.
+
+    Raises:
+        NotFiniteError: the model returned NaN. The error has the numbers of the rows, from 1.
+    """
+    runtime, found = replace(runtime, noise=OnlyTokens(runtime.plugins)), []
+    for at in range(0, len(rows), batch_size):
+        try:
+            found.append(_batch(runtime, rows[at : at + batch_size]))
+        except NotFiniteError as error:
+            raise NotFiniteError(error.step, [at + row for row in error.rows]) from None
     return Scores.joined(found)
 
 

@@ -87,7 +87,7 @@ def test_published_code_may_choose_the_mask() -> None:
 
 def test_nothing_but_the_mask_is_nothing() -> None:
     only = Makes(lambda logits: torch.full_like(logits, -math.inf).index_fill(-1, torch.tensor([toys.MASK]), 1.0))
-    with pytest.raises(NotFiniteError, match="at step 1 for prompt 1, 2"):
+    with pytest.raises(NotFiniteError, match="at step 1 for prompts 1, 2"):
         toys.sampler(guide=only).generate(toys.PROMPTS[:2], max_new_tokens=6)
 
 

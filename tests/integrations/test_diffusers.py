@@ -158,7 +158,7 @@ def test_the_mask_token_may_be_chosen_where_published_code_lets_it() -> None:
 def test_nan_is_an_error() -> None:
     broken = toys.wrapped(toys.causal_transformer())
     torch.nn.init.constant_(broken.transformer.lm_head.weight, torch.nan)
-    with pytest.raises(NotFiniteError, match="at step 1 for prompt 1, 2:"):
+    with pytest.raises(NotFiniteError, match="at step 1 for prompts 1, 2:"):
         run(adapter("threshold"), toys.PROMPTS[:1] * 2, model=broken, mask_token_id=toys.MASK)
 
 

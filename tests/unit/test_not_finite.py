@@ -118,6 +118,8 @@ def test_a_guide_that_is_not_finite_is_told(value: float, how: dict[str, bool], 
     reasons = {answer.index: answer.finish_reason for answer in answers}
     assert reasons[1] == "not_finite"
     assert all(torch.equal(one.tokens, full.tokens[one.index]) for one in answers if one.index != 1)
+    with pytest.raises(NotFiniteError, match="at step 3 for prompt 1:"):  # in its second sample
+        spoilt.generate(toys.PROMPTS[:2], max_new_tokens=6, samples=2)
 
 
 class Cuts(Spoils):

@@ -240,7 +240,7 @@ class TestNotFinite:
         model = toys.transformer()
         with torch.no_grad():
             model.norm.weight.fill_(math.nan)
-        with pytest.raises(NotFiniteError, match="at step 1 for prompt 1, 2, 3, 4, 5:"):
+        with pytest.raises(NotFiniteError, match="at step 1 for prompts 1, 2, 3, 4, 5:"):
             Sampler(toys.wrapped(model)).generate(toys.PROMPTS, max_new_tokens=4)
 
 
