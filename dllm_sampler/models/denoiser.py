@@ -239,12 +239,12 @@ def checked_ends(eos_id: int | Sequence[int], size: int) -> int | tuple[int, ...
     Raises:
         UserError: `eos_id` is None or empty, or a token is outside a vocabulary of `size` tokens.
     """
-    listed: Any = eos_id if isinstance(eos_id, Iterable) and not isinstance(eos_id, str) else [eos_id]
-    ends = tuple(dict.fromkeys(listed))
-    if not ends or None in ends:
+    listed: Any = [*eos_id] if isinstance(eos_id, Iterable) and not isinstance(eos_id, str) else [eos_id]
+    if not listed or None in listed:
         raise UserError("end-token-missing", f"eos_id={as_typed(eos_id)} is invalid. Give at least one token id.")
-    for end in ends:
+    for end in listed:
         check_tokens(size, eos_id=end)
+    ends = end_ids(listed)
     return ends[0] if len(ends) == 1 else ends
 
 

@@ -107,6 +107,7 @@ def test_what_is_no_transformer_is_refused():
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"mask_id": "x"}, "token-outside-vocabulary: mask_id='x'"),
         ({"eos_id": None}, "end-token-missing: eos_id=null"),
+        ({"eos_id": [[1]]}, "token-outside-vocabulary: eos_id=[1]"),
         ({"attention": "x"}, "choice-unknown: attention='x'"),
         ({"blocks_from": "x"}, "choice-unknown: blocks_from='x'"),
         ({"block_length": 0}, "option-range: block_length=0"),
