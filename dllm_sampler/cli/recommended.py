@@ -26,11 +26,13 @@ def expand(words: Sequence[str], default: str) -> list[str]:
         default: name of the model if no word chooses one.
 
     Raises:
-        UserError: nothing is recommended for the model.
+        UserError: nothing is recommended for the model, or another experiment is chosen, too.
     """
     if WORD not in words:
         return list(words)
     typed = [word for word in words if word != WORD]
+    if other := next((word for word in typed if word.lstrip("+~").startswith("experiment=")), None):
+        raise UserError("options-conflict", f"{WORD} works alone. Remove it, or {other}.")
     given = {word.partition("=")[0].lstrip("+~"): word.partition("=")[2] for word in typed}
     model, known = given.get("model", default), config.entry("experiment", NAME).settings["models"]
     same = (name for name in known if config.entry("model", name).settings["path"] == model)

@@ -154,6 +154,7 @@ WRONG = [
     (["model=mini", "model.eos_id=3"], "sets a field that model=mini does not set yet. Write +model.eos_id=3."),
     (["model=mini,llada-8b"], "model=mini,llada-8b has several values"),
     (["experiment=[recommended]"], "experiment=recommended works alone"),
+    (["experiment=recommended", "experiment=dsb"], "works alone. Remove it, or experiment=dsb."),
     (["seed.=3"], "'seed.' is not a name. Write NAME=VALUE"),
     (["scheduler={name: fixed}"], "is a mapping, but scheduler takes one name. Write scheduler=NAME"),
     (["cache.every=4"], "The field exists in cache=periodic_dual, periodic_prefix"),

@@ -170,7 +170,7 @@ def test_other_commands_call_none_either(
     assert command(words) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert command is not train or "_target_" not in words[-1] or "is not a CommandTrainer" in said
+    assert command is not train or "_target_" not in words[-1] or "is not a class that extends CommandTrainer" in said
     assert not (folder / "RAN").exists()
 
 
