@@ -30,7 +30,7 @@ def sanitize(text: str, entry_point: str | None = None) -> str:
 
 
 def _longest_program(lines: list[str]) -> str:
-    """Return the part with the most lines that are not blank, or the first of several such parts."""
+    """Return the part that is Python and has the most lines that are not blank, or the first of several such parts."""
     best, most = "", 0
     filled = [0]
     for line in lines:

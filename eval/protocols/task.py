@@ -31,7 +31,7 @@ class ProtocolTask(Task):
     Args:
         protocol: a file of `conf/suite/protocol`.
         task: a task of the protocol.
-        variant: the part of the protocol for some models. None means the first one.
+        variant: the part of the protocol that is for some models. None means the protocol's first one.
         data: a file or folder in the data set's schema, in place of the hub's.
         forwards: `all`, or `two-per-block`, which counts the forwards with a commit in each block, but at least two.
         run_code: allow programs that the model wrote to run, in a child process with limits.
@@ -39,7 +39,7 @@ class ProtocolTask(Task):
         seed: the questions do not depend on it.
 
     Raises:
-        UserError: a name is unknown, a package or the data is missing, or programs may not run.
+        UserError: a name is unknown, a package is missing, a rule of the protocol is wrong, or programs may not run.
     """
 
     name: ClassVar[str] = "protocol"
@@ -54,14 +54,18 @@ class ProtocolTask(Task):
 
     def __post_init__(self) -> None:
         if self.protocol is None or self.task is None:
-            raise UserError("option-missing", "task=protocol needs more settings. Write suite=protocol/NAME task=TASK.")
+            raise UserError(
+                "option-missing",
+                "task=protocol lacks task.protocol or task.task. Write suite=protocol/NAME task=TASK instead, for"
+                " example suite=protocol/fast-dllm task=gsm8k.",
+            )
         cell = self.cell
         grading.needed(cell)
         if cell.kind in CODE and not self.run_code:
             raise UserError(
                 "option-missing",
-                f"{self.task} is graded by running programs that the model wrote. Set task.run_code=true to run each in"
-                " a child process, with limits of time and memory.",
+                f"task={self.task} is graded by running programs that the model wrote. Set task.run_code=true to run"
+                " each in a child process, with limits of time and memory.",
             )
 
     @cached_property
@@ -113,8 +117,16 @@ class ProtocolTask(Task):
         return sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     def prompt(self, sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> Sequence[int]:
-        """Return the token ids of the prompt. The protocol sets the template, the BOS token and the truncation."""
-        assert tokenizer is not None
+        """Return the token ids of the prompt. The protocol sets the template, the BOS token and the truncation.
+
+        Raises:
+            UserError: the model has no tokenizer, or the tokenizer has no chat template and the protocol needs one.
+        """
+        if tokenizer is None:
+            raise UserError(
+                "tokenizer-missing",
+                "The model has no tokenizer, which protocols need. Add its files to the checkpoint.",
+            )
         given: Any = sample.prompt
         name = self.source(sample)
         plain = isinstance(given, str)

@@ -15,11 +15,10 @@ from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.errors import UserError, invalid, unknown
 from dllm_sampler.eval.tasks.base import Answer, Sample
 from dllm_sampler.eval.tasks.drawn import Drawn, Prompt
-from dllm_sampler.eval.testbeds.chain import MarkovChain
+from dllm_sampler.eval.testbeds.chain import MOST_CONCENTRATION, MarkovChain
 from dllm_sampler.eval.testbeds.denoiser import LawDenoiser
 from dllm_sampler.eval.testbeds.laws import LAWS, Listed, Shuffle
 
-MOST_CONCENTRATION = 10**6  # rows are uniform there, and Python draws no gamma variates with much larger parameters
 MOST_BYTES = 2**30
 
 

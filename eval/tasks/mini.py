@@ -32,7 +32,7 @@ def held_out_examples(task: Operation, seed: int) -> Iterator[tuple[str, str]]:
 
 @dataclass
 class Mini(Task):
-    """Prompts that training never saw; every right answer counts.
+    """An operation of the shipped model on prompts that its training never saw. Every right answer counts.
 
     Args:
         operation: a name of `dllm_sampler.models.mini_tasks.TASKS`.

@@ -8,11 +8,16 @@ from dllm_sampler.errors import UserError, first_line, installing
 
 
 def need(module: str, what: str) -> Any:
-    """Return a module of the extra `eval`. If it is not installed, raise `UserError`: `what` needs it."""
+    """Return a module of the extra `eval`.
+
+    Raises:
+        UserError: it is not installed. `what` names what needs it.
+    """
     try:
         return import_module(module)
     except ImportError:
-        raise UserError("package-missing", f"{what} needs the package {module}. Run {installing('eval')}.") from None
+        package = {"rouge_score.rouge_scorer": "rouge-score"}.get(module, module)
+        raise UserError("package-missing", f"{what} needs the package {package}. Run {installing('eval')}.") from None
 
 
 def rouge(text: str, reference: str) -> dict[str, float]:
@@ -38,7 +43,9 @@ def bert_score(text: str, reference: str) -> float:
         scorer = _bert_scorer()
     except Exception as error:  # the hub's kinds of errors are many
         raise UserError(
-            "model-not-found", f"task.bert_score cannot load roberta-large ({first_line(error)}). Download it first."
+            "model-not-found",
+            f"task.bert_score=true cannot load roberta-large ({first_line(error)}). Run `hf download"
+            " FacebookAI/roberta-large` where there is a network, or set task.bert_score=false.",
         ) from error
     return float(scorer.score([text], [reference])[2][0])
 

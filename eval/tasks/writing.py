@@ -21,7 +21,8 @@ class Writing(Drawn):
     """A task whose answers are prose.
 
     Args:
-        grammar: `languagetool` or a server's URL: the score uses `grammar`. None: it uses `fluency_proxy`.
+        grammar: `languagetool`, or the URL of a server. The score then uses the measure `grammar`. With None it uses
+            `fluency_proxy`.
     """
 
     max_new_tokens = 64
@@ -37,10 +38,10 @@ class Writing(Drawn):
 
 @dataclass
 class Words(Writing):
-    """One sentence with all the words that are given.
+    """A task that asks for one sentence with given words.
 
     Args:
-        level: `easy`: words of one theme; `medium`: of two themes of one register; `hard`: each of another theme.
+        level: `easy` has words of one theme, `medium` of two themes of one register, `hard` each of another theme.
         size: number of words.
     """
 
@@ -167,7 +168,7 @@ class Summarise(FromTexts):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        overlap.need("rouge_score.rouge_scorer", "the task summarise")
+        overlap.need("rouge_score.rouge_scorer", "task=summarise")
 
     def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
         """Draw a dialogue, and its summary."""

@@ -13,13 +13,16 @@ from random import Random
 import torch
 from torch import Tensor
 
-from dllm_sampler.errors import UserError
+from dllm_sampler.core.checks import check_count, check_positive
+from dllm_sampler.errors import UserError, invalid
 from dllm_sampler.eval.testbeds.laws import UNKNOWN, normalised
+
+MOST_CONCENTRATION = 10**6  # rows are uniform there, and Python draws no gamma variates with much larger parameters
 
 
 @dataclass(frozen=True)
 class Distance:
-    """The distance of a set of sequences from the chain. Each floor is the size of a measure for as many exact samples.
+    """The distance of a set of sequences from the chain. A floor is the value of a measure for as many exact samples.
 
     transition_kl, transition_kl_floor: nats per transition, sum over states of their share times
         KL(counted || true). The expectation over exact samples, about (free parameters) / (2 * transitions), is
@@ -45,15 +48,24 @@ class Distance:
 class MarkovChain:
     """The law of the next `length` tokens after the last one of the prompt.
 
-    rows: transition probabilities from each state to each; irreducible and aperiodic
+    rows: transition probabilities, one row for each state. The chain has to be irreducible and aperiodic, which is not
+        checked
+    length: the number of tokens N
+
+    Raises:
+        UserError: `rows` is not a square table of probabilities, or `length` is not a whole number of at least 1.
     """
 
     rows: tuple[tuple[float, ...], ...]
     length: int
 
     def __post_init__(self) -> None:
-        table = torch.tensor(self.rows, dtype=torch.float64)
-        if table.dim() != 2 or table.shape[0] != table.shape[1]:
+        check_count("MarkovChain.length", self.length)
+        try:
+            table = torch.tensor(self.rows, dtype=torch.float64)
+        except (TypeError, ValueError):  # also for rows of different lengths
+            raise invalid("MarkovChain.rows", self.rows, "Give rows of numbers, all of one length") from None
+        if table.dim() != 2 or table.shape[0] != table.shape[1] or not len(table):
             shape = tuple(table.shape)
             raise UserError("option-range", f"MarkovChain.rows has shape {shape}. Give one row and column per state.")
         for number, row in enumerate(self.rows):
@@ -63,12 +75,18 @@ class MarkovChain:
 
     @staticmethod
     def drawn(states: int, length: int, concentration: float = 0.3, seed: int = 0) -> MarkovChain:
-        """Draw rows from a Dirichlet law, the same on every machine. A small concentration makes them peaked."""
+        """Draw rows from a Dirichlet law, the same on every machine. A small concentration makes them peaked.
+
+        Raises:
+            UserError: a number is out of range.
+        """
+        check_count("states", states)
+        check_positive("concentration", concentration, "a number", most=MOST_CONCENTRATION)
         rng = Random(f"chain/{states}/{concentration}/{seed}")
-        # No entry below 0.001 / states: a chain must be irreducible, and its log-probabilities of a size that averages.
+        # No entry is below 0.001 / states, so that the chain is irreducible and no log-probability dominates a mean.
         weights = [[rng.gammavariate(concentration, 1) for _ in range(states)] for _ in range(states)]
         for row in weights:
-            if not sum(row):  # too peaked for a float: all of it in one place
+            if not sum(row):  # too peaked for floats: give all probability to one state
                 row[rng.randrange(states)] = 1.0
         mixed = [[0.999 * one / sum(row) + 0.001 / states for one in row] for row in weights]
         return MarkovChain(tuple(map(tuple, mixed)), length)
@@ -85,7 +103,7 @@ class MarkovChain:
 
     @cached_property
     def stationary(self) -> Tensor:
-        """The stationary law `[S]`: that of a state far from any known one."""
+        """The stationary law `[S] float64`: the probabilities of a state that is far from all known ones."""
         system = torch.cat([self.matrix.T - torch.eye(self.symbols), torch.ones(1, self.symbols)]).double()
         target = torch.zeros(self.symbols + 1, 1, dtype=torch.float64)
         target[-1] = 1
@@ -93,12 +111,12 @@ class MarkovChain:
 
     @cached_property
     def entropy_rate(self) -> float:
-        """Nats per token, from a stationary start."""
+        """The entropy in nats per token, from a stationary start."""
         return float((self.stationary * torch.special.entr(self.matrix).sum(1)).sum())
 
     @cached_property
     def _powers(self) -> Tensor:
-        """`[N + 1, S, S]` transitions over 0 to N steps."""
+        """The transition probabilities over 0 to N steps, `[N + 1, S, S] float64`."""
         powers = [torch.eye(self.symbols, dtype=torch.float64)]
         for _ in range(self.length):
             powers.append(powers[-1] @ self.matrix)
@@ -122,7 +140,12 @@ class MarkovChain:
         return normalised(forward * backward)[:, 1:]
 
     def sample(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Draw exact sequences token after token: `[count]` stationary starts and `[count, N]` tokens after them."""
+        """Draw exact sequences: stationary starts `[count]`, and the tokens after them, `[count, N]`.
+
+        Raises:
+            UserError: `count` is not a whole number of at least 1.
+        """
+        check_count("count", count)
         generator = torch.Generator().manual_seed(seed)
         start = self.stationary.multinomial(count, replacement=True, generator=generator)
         steps = [start]
@@ -136,7 +159,21 @@ class MarkovChain:
         return self.matrix[full[:, :-1], full[:, 1:]].log().sum(1)
 
     def distance(self, ids: Tensor, before: Tensor, *, repeats: int = 8, seed: int = 0) -> Distance:
-        """Compare sequences `ids [R, N]` after `before [R]` with the chain, and `repeats` exact sets for the floors."""
+        """Measure the distance of sequences `ids [R, N]` after `before [R]` from the chain.
+
+        Args:
+            ids: the states after the start, at least one row.
+            before: the starts.
+            repeats: number of sets of R exact sequences. They give the floors.
+            seed: seed of the exact sequences.
+
+        Raises:
+            UserError: a number of rows or sets is 0, or the sequences do not fit the chain's length and states.
+        """
+        check_count("repeats", repeats)
+        if not len(ids) or ids.shape[1] != self.length or ids.min() < 0 or ids.max() >= self.symbols:
+            way = f"Give at least one row of {self.length} states from 0 to {self.symbols - 1}"
+            raise UserError("option-range", f"ids has shape {tuple(ids.shape)}, or states that do not exist. {way}.")
         exact = [self.sample(len(ids), seed + turn) for turn in range(repeats)]
         kl, tv, impossible = self._transitions(ids, before)
         floors = [self._transitions(drawn, start)[:2] for start, drawn in exact]

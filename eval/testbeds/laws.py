@@ -12,9 +12,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-UNKNOWN = -1  # in place of a symbol that is not decided yet
+UNKNOWN = -1  # the value of a position whose symbol is undecided
 
 
 class Law(Protocol):
@@ -51,7 +50,7 @@ def normalised(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Listed:
-    """The uniform law over a list of outcomes."""
+    """The uniform law over a list of outcomes, which is not empty."""
 
     outcomes: tuple[tuple[int, ...], ...]
 
@@ -74,8 +73,8 @@ class Listed:
     def _onehot(self) -> Tensor:
         return torch.nn.functional.one_hot(self.table, self.symbols).double().flatten(1)  # [M, N*S]
 
-    @override
     def marginals(self, known: Tensor, before: Tensor) -> Tensor:
+        """Return the exact law of each position given the others, as `Law.marginals` describes."""
         agrees = torch.ones(known.shape[0], len(self.outcomes), dtype=torch.bool, device=known.device)
         for place, column in enumerate(self.table.to(known.device).T):
             seen = known[:, place, None]
@@ -98,7 +97,7 @@ class Listed:
 class Shuffle:
     """The uniform law over the orders of 0 ... n-1. No list of them is made, so n may be large.
 
-    n: number of items
+    n: number of items, at least 2 if `moved`
     moved: leave out the order of the input
     """
 
@@ -115,18 +114,18 @@ class Shuffle:
         """The number of symbols S."""
         return self.n
 
-    @override
     def marginals(self, known: Tensor, before: Tensor) -> Tensor:
+        """Return the exact law of each position given the others, as `Law.marginals` describes."""
         item = torch.arange(self.n, device=known.device)
         placed = known[:, :, None] == item  # [R, N, S]
         undecided = known == UNKNOWN  # [R, N]
         twice = (placed.sum(1) > 1).any(1)
         weight = (~placed.any(1) & ~twice[:, None])[:, None].expand_as(placed).double()
         if self.moved:
-            # With m places left, m! orders are possible, less one while everything placed is where it was.
+            # With m undecided positions m! orders are possible, less one while all decided items are where they were.
             still = ((known == item) | undecided).all(1)  # [R]
             left = undecided.sum(1).clamp(min=1)
-            own = -torch.lgamma(left.double()).exp().reciprocal()  # the one order, in units of (m-1)!
+            own = -torch.lgamma(left.double()).exp().reciprocal()  # the input's order, in units of (m-1)!
             weight = weight + torch.where(still[:, None, None], own[:, None, None] * torch.eye(self.n), 0.0) * (
                 weight > 0
             )
@@ -139,8 +138,8 @@ class Shuffle:
         return right & (ids != item).any(1) if self.moved else right
 
     @property
-    @override
     def c_bits(self) -> float:
+        """Conditional total correlation in bits, as for `Listed`."""
         if not self.moved:
             return self.n * log2(self.n) - lgamma(self.n + 1) / log(2)
         total = factorial(self.n) - 1
@@ -165,6 +164,7 @@ def latin_squares(n: int) -> Listed:
     return Listed(tuple(squares))
 
 
+# The law of each operation on n items, n at least 2.
 LAWS: dict[str, Callable[[int], Listed | Shuffle]] = {
     "copy": lambda n: Listed((tuple(range(n)),)),
     "reverse": lambda n: Listed((tuple(range(n))[::-1],)),
