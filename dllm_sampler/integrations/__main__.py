@@ -126,9 +126,8 @@ def _settings(plugins: Mapping[str, Any], options: Options) -> dict[str, Any]:
 
     blocks = config.build("blocks", plugins["blocks"])
     if not isinstance(blocks, FixedBlocks):
-        raise UserError(
-            "blocks-incompatible", f"blocks={plugins['blocks']['name']} has no fixed length. Use blocks=fixed."
-        )
+        said = f"blocks={plugins['blocks']['name']} cannot run in an engine, whose blocks all have one length."
+        raise UserError("blocks-incompatible", f"{said} Use blocks=fixed.")
     guides = [_named("guide", _held(one)) for one in plugins["guide"]]
     found = {
         "scheduler": _named("scheduler", plugins["scheduler"]),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import config as configuration
-from dllm_sampler.core.checks import check_count
+from dllm_sampler.core.checks import check_count, check_switch
 from dllm_sampler.core.ends import end_ids, is_end
 from dllm_sampler.core.naming import described, named
 from dllm_sampler.core.packing import HeadRows
@@ -159,7 +159,9 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
     ):
         check_count("block_length", block_length)
         check_count("mask_token_id", mask_token_id, 0, optional=True)
-        ends = [eos_token_id] if eos_token_id is None or isinstance(eos_token_id, int) else eos_token_id
+        check_count("max_new_tokens", max_new_tokens, optional=True)
+        check_switch("compat", compat)
+        ends = list(eos_token_id) if isinstance(eos_token_id, list | tuple) else [eos_token_id]
         for end in ends:
             check_count("eos_token_id", end, 0, optional=True)
         given = {"scheduler": written("scheduler", scheduler), "guide": written("guide", guide)}
@@ -234,7 +236,8 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
                 diffusers' own scheduler, which have no effect here.
 
         Raises:
-            UserError: the scheduler needs a mask token and there is none, or a tensor has another shape than before.
+            UserError: the scheduler needs a mask token and there is none, a new block has no noise, or a tensor has a
+                wrong shape.
             NotFiniteError: the model returned NaN.
         """
         index = self.index(timestep)
@@ -334,6 +337,8 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
 
     def _check(self, sample: Tensor, logits: Tensor, opens: bool) -> None:
         """Refuse a block of another shape than expected, and logits that do not match it."""
+        if sample.dim() != 2:
+            raise UserError("shape-mismatch", f"sample has the shape {tuple(sample.shape)}. Give token ids [B, W].")
         length = self._length or sample.shape[-1]
         shape = (len(sample), length) if opens or self._state is None else self._state.canvas.layout.frozen[:, 1:].shape
         if tuple(sample.shape) != tuple(shape):
@@ -342,9 +347,8 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
                 f"sample has the shape {tuple(sample.shape)}, not {tuple(shape)}. Correct it, or call set_timesteps.",
             )
         if logits.dim() != 3 or logits.shape[:2] != sample.shape:
-            raise UserError(
-                "shape-mismatch", f"model_output has the shape {tuple(logits.shape)}. Give {(*shape, 'V')}."
-            )
+            said = f"model_output has the shape {tuple(logits.shape)}, but sample has {tuple(shape)}."
+            raise UserError("shape-mismatch", f"{said} Give logits of the shape ({shape[0]}, {shape[1]}, V).")
 
     def _shaped(self, logits: Tensor, canvas: Canvas) -> Tensor:
         """Return the logits `[B, W, V]` after temperature, top-k and top-p, or unchanged if nothing is drawn."""
@@ -385,8 +389,12 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         if mask_id is None and not self._rule.plugins.scheduler.traits.has(UniformNoise):
             raise UserError(
                 "mask-token-missing",
-                f"scheduler={named(self._rule.plugins.scheduler)} needs mask_token_id. Set it, or use entropy_renoise.",
+                f"scheduler={named(self._rule.plugins.scheduler)} needs a mask token. Set mask_token_id, or use"
+                " scheduler=entropy_renoise for a model without one.",
             )
+        if mask_id is not None and mask_id >= logits.shape[-1]:
+            said = f"mask_token_id={mask_id} is outside of the {logits.shape[-1]} tokens of model_output. Correct it."
+            raise UserError("token-outside-vocabulary", said)
         frozen = torch.zeros_like(sample, dtype=torch.bool) if mask_id is None else sample != mask_id
         if others.get("prompt_mask") is not None:
             frozen = frozen | others["prompt_mask"]

@@ -6,10 +6,11 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 import yaml
+from pydantic import Field
 
 from dllm_sampler import config
 from dllm_sampler.core.protocols import Guide
@@ -52,7 +53,7 @@ class Settings:
     top_k: int | None = None
     top_p: float | None = None
     compat: bool = False
-    block_size: int | None = None
+    block_size: Annotated[int, Field(ge=1)] | None = None
 
     @staticmethod
     def read(values: Mapping[str, Any], where: str) -> Settings:
@@ -63,7 +64,8 @@ class Settings:
         """
         checked = config.check(where, Settings, values)
         if "scheduler" not in checked:
-            raise UserError("option-missing", f"{where} names no scheduler. Run {COMMAND} scheduler=NAME.")
+            way = f"Give it the file that {COMMAND} scheduler=NAME writes"
+            raise UserError("option-missing", f"{where} names no scheduler. {way}.")
         return Settings(**checked)
 
     @staticmethod
@@ -78,9 +80,9 @@ class Settings:
         try:
             found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError) as error:
-            raise UserError(
-                "file-unreadable", f"{where}: {path} cannot be read ({first_line(error)}). Correct it."
-            ) from error
+            reason = getattr(error, "strerror", None) or first_line(error)
+            said = f"{where}: the file '{path}' cannot be read as YAML ({reason}). Correct its name or its content."
+            raise UserError("file-unreadable", said) from error
         if not isinstance(found, dict):
             raise UserError("config-invalid", f"{where}: {path} has no names with values. Write scheduler: threshold.")
         return Settings.read(found, where)
