@@ -38,8 +38,9 @@ _SCRIPT: Mapping[str, Sequence[str | None]] = {
 class Grade:
     """The grades of one answer.
 
-    metrics: values by the harness's names; extracted: the graded text of each filter
-    script: the program that a second script grades, or None
+    metrics: values by the harness's names
+    extracted: the graded text, by filter if the protocol has filters
+    script: the program that a second script of the authors grades, or None
     """
 
     metrics: Mapping[str, float]
@@ -48,9 +49,7 @@ class Grade:
 
 
 def grade(cell: Cell, document: Document, text: str) -> Grade:
-    """Return the grades of an answer's text, which `cut_answer` has cut.
-
-    Programs are run in a child process.
+    """Return the grades of an answer's text, as `cut_answer` returns it. Programs run in a child process.
 
     Raises:
         UserError: a package that the protocol needs is not installed, or its grader failed.

@@ -128,7 +128,7 @@ class ProtocolTask(Task):
                 "The model has no tokenizer, which protocols need. Add its files to the checkpoint.",
             )
         given: Any = sample.prompt
-        name = self.source(sample)
+        name = "the prompt"  # the run puts the document before a message
         plain = isinstance(given, str)
         text = given if plain else chat_text(given, tokenizer, name, given[-1]["role"] != "assistant")
         if self.cell.bos:

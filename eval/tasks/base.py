@@ -97,7 +97,7 @@ class Task:
         return None
 
     def source(self, sample: Sample) -> str | None:
-        """Return the file and line of a sample, for errors, or None if it is made from the fields."""
+        """Return the file and line of a sample, for errors, or None if no file has it."""
         return None
 
     @property
@@ -106,5 +106,5 @@ class Task:
         return None
 
     def denoiser(self) -> Denoiser | None:
-        """Return the model of a test bed, whose law is known. Returns None for a task that takes any model."""
+        """Return the model of a test bed, or None if the task takes any model."""
         return None

@@ -11,7 +11,10 @@ OF_SAMPLE = ("prompt", "grade", "reference", "form", "source")  # methods of a t
 
 
 class Repeated:
-    """A task whose sample i answers prompt `i // times` of another. Other attributes are those of the inner task."""
+    """The task of `samples=N`: sample i has the prompt of sample `i // times` of the inner task.
+
+    Other attributes are those of the inner task.
+    """
 
     def __init__(self, task: Task, times: int):
         self.task, self.times = task, times
@@ -25,7 +28,7 @@ class Repeated:
         return self.task.samples()
 
     def samples(self) -> Sequence[Sample]:
-        """Return all samples, those of a prompt next to each other."""
+        """Return all samples. Those with the same prompt are next to each other."""
         each = [one for one in self._once for _ in range(self.times)]
         return [replace(one, index=index) for index, one in enumerate(each)]
 

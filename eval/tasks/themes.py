@@ -1,4 +1,4 @@
-"""Words by theme: sets of one theme are easily put in a sentence, sets of many are not."""
+"""Words by theme. A sentence with words of one theme is easy to write, one with words of several is not."""
 
 THEMES: dict[str, tuple[str, ...]] = {
     theme: tuple(words.split())
