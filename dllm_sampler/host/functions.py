@@ -59,7 +59,8 @@ def resolve_callable(what: str, name: str) -> Callable[..., Any]:
     except (Exception, SystemExit) as error:  # the import of a user's module may raise anything
         raise UserError("function-missing", f"{what} {name} cannot be imported{_reason(name, error)}") from None
     if not callable(found):
-        raise UserError("function-invalid", f"{what} {name} is of type {type(found).__name__}. Name a function.")
+        said = f"{what} {name} is of type {type(found).__name__}. Name a function, as in package.module:function."
+        raise UserError("function-invalid", said)
     return found
 
 
@@ -69,6 +70,8 @@ def _reason(name: str, error: BaseException) -> str:
     module, _, attribute = name.partition(":")
     if module.endswith(".py"):
         return f". Write {Path(module).stem}:{attribute or 'FUNCTION'}, with the name of the module, not of its file."
+    if str(error).startswith("invalid format"):
+        return ", since it is not a name of Python. Write package.module:function."
     if isinstance(error, ModuleNotFoundError) and error.name == top:
         return f". Install the module '{top}', or put {top}.py into the working directory."
     found = f" ({type(error).__name__}: {error})"

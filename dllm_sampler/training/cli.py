@@ -49,7 +49,7 @@ Flags: -h, --help   --version   --config-dir DIR
 Exit status: 0, 2 after a mistake in the input (a message on stderr), 130 after Ctrl-C.
 """
 _FIELD = re.compile(r"train\.(\w+)([\w.]*)=")  # a plain override; + and ~ are left to Hydra
-# A path, a name: Hydra's grammar has its own ideas of commas and brackets.
+# Options with a path or a name, whose commas and brackets are not Hydra's syntax.
 _LITERAL = re.compile(r"train\.(model|output_dir|data\.path|data\.test)=(?!null\Z|['\"{])")
 
 RUN = "run.json"  # in the folder of a run: its deciding settings
@@ -75,11 +75,11 @@ class Command:
     model: name, folder or hub id, or a dict with further settings of a model (`path`, `mask_id` ...)
     data: your own examples (docs/training.md); where its path is null, mini's tasks
     tasks: share of each of mini's tasks among the prompts
-    held_out: examples to measure on. None chooses a tenth of `data`, or as many of mini's tasks as the trainer says
+    held_out: number of examples to measure on. None chooses a tenth of `data`, or a number of the trainer's for mini
     lora: fields of peft's `LoraConfig`, of adapters on the linear layers. With None all weights learn
     rewards: weight of each reward, which is a name or `package.module:function` in TRL's form
-    prompts: examples that are answered before training; null: all
-    resume: from the last checkpoint in the folder, if there is one
+    prompts: number of examples that are answered before training. None means all
+    resume: continue from the last checkpoint in the folder, if there is one
     """
 
     name: str
@@ -175,7 +175,7 @@ class Command:
         return {name: known[name] for name in known if name in DECIDING} | data
 
     def begin(self, folder: Path, finished: bool, begun: object) -> None:
-        """Refuse to go on from a finished run, or from one that has `begun` without `resume` or by other settings."""
+        """Refuse to write into a finished run, or to resume one without `resume` or with other deciding settings."""
         from accelerate import PartialState
 
         if not PartialState().is_main_process:  # it may write there before the others look

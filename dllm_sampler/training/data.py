@@ -226,7 +226,7 @@ def _is_chat(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Encoder:
-    """An encoder of examples: the prompt as the sampler reads it, and an answer that ends in an end token."""
+    """An encoder of examples: the prompt as the sampler reads it, and an answer that ends in an end-of-text token."""
 
     tokenizer: PreTrainedTokenizerBase
     spec: ModelSpec

@@ -45,7 +45,7 @@ class DeerConfig(MaskedDiffusionConfig):
 
     stage: `distill` (stage I) or `refine` (stage II)
     separator: token after each answer, which is cut at a random token. With None no token is added
-    draft_length: proposals in a round: as many end tokens, less one, are learned after an answer
+    draft_length: proposals in a round: as many end-of-text tokens, less one, are learned after an answer
     least_t: stage I masks each token with probability t, uniform from here to 1
     longest, alpha: stage II masks the last R tokens, R uniform on 1..longest, and weighs the i-th of them alpha^(R-i)
     target: a causal LM with the drafter's tokenizer

@@ -246,7 +246,7 @@ def chunk(rows: Rows, hidden: Tensor, asked: Tensor, spec: ModelSpec) -> Chunk:
 
 
 def padded(pairs: Sequence[Pair], spec: ModelSpec, padding: str | int, most: int) -> Rows:
-    """Return a batch of pairs, with end tokens after their answers, but at most `most` columns a row.
+    """Return a batch of pairs, with end-of-text tokens after their answers, but at most `most` columns a row.
 
     padding: `longest` fills up to the longest row (LLaDA), `block` the last block; a number is the length of answers
     """

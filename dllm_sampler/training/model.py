@@ -35,7 +35,7 @@ class Trainable(nn.Module):
     """A network in training, called as a `Transformer` is: `(ids, positions=, keys=, rows=)` to logits.
 
     `inner` is the network as its checkpoint has it, and `adapter` the model of peft around it, or None. `settings` are
-    those of `config.model`, None for the model of a `Sampler`.
+    those of `config.model`, or None for the model of a `Sampler`.
     """
 
     inner: Any

@@ -66,7 +66,7 @@ class DiffusionConfig(Arguments):
     dtype: of the weights: `float32` or `float64`; `bfloat16` where adapters learn
     new_tokens: longest answer that is sampled
     evaluation: settings of the sampler whose answers to held-out prompts are measured; greedy by default
-    answer_batch_size: answers that are sampled at a time; one that ends gives its place to the next
+    answer_batch_size: answers that are sampled at a time. The next prompt joins when one ends
     average: decay of a moving average of the weights, which is what is measured and saved; 0: the weights themselves
     """
 
@@ -290,7 +290,7 @@ class DiffusionTrainer(CommandTrainer):
         return found
 
     def together(self, items: Sequence[Any]) -> list[tuple[Any, bool]]:
-        """Return the items, with True. With fewer than another FSDP process they go on with the last, with False."""
+        """Return the items, each with True. An FSDP process with fewer than another repeats its last, with False."""
         most = max(gather_object([len(items)])) if self.is_fsdp_enabled else len(items)
         return [(items[min(at, len(items) - 1)], at < len(items)) for at in range(most)]
 

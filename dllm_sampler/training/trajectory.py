@@ -30,7 +30,7 @@ class Trajectories:
     Args:
         trace: of a sampler that `check` accepts.
         spec: of the model.
-        after_eos: tokens after a row's first end token count, too, as in the published code of CJ-GRPO.
+        after_eos: tokens after a row's first end-of-text token count, too, as in the published code of CJ-GRPO.
         single: one item per row with the whole answer masked, as diffu-GRPO scores it, in place of recorded states.
         blank: `[B, L] bool` prompt tokens that `single` masks besides.
         blocks: length of the decoded blocks, `sampler.plugins.blocks.lookahead(max_new_tokens)`. A causal context needs
@@ -141,7 +141,7 @@ class Trajectories:
         if self.copied:  # padding is before a causal row. It sees itself, at a position that exists: NaN would spread
             keys = found.keys | torch.eye(found.ids.shape[1], dtype=torch.bool)
             found = replace(found, keys=keys, positions=found.positions.clamp(min=0))
-        # Answers to one prompt begin with the same states, and often go on so.
+        # Answers to one prompt have the same first states, and often more of them.
         return found.merged(torch.cat([found.ids, seen.long(), real.long(), begin], 1))
 
     @torch.no_grad()

@@ -78,7 +78,7 @@ def test_a_run_that_resumes_ends_where_an_uninterrupted_one_does(
         (["train=mini", "train.data.long=1.5"], "train.data.long=1.5 is invalid. Set a share"),
         (
             ["train=mini", "train.data.tails=[0, 0]"],
-            "train.data.tails=[0.0, 0.0] is invalid. Give numbers of at least 0",
+            "train.data.tails=[0, 0] is invalid. Give numbers of at least 0",
         ),
         (["train=mini", "train.model.num_layers=-1"], "train.model.num_layers=-1"),
         (["train=mini", "train.model.num_layers=x"], "num_layers='x' is invalid. Set a whole number"),
