@@ -128,7 +128,7 @@ class Data:
             known = {repr(one.prompt) for one in kept}
             train = [one for one in train if repr(one.prompt) not in known]
         if not train:
-            said = f"train.held_out={held_out} leaves none of the {counted(len(shuffled), 'example')} to learn from."
+            said = f"train.held_out={held_out} leaves nothing of {counted(len(shuffled), 'example')} to learn from."
             raise UserError(
                 "nothing-to-learn", f"{said} Add examples to train.data, or name a file as train.data.test."
             )
