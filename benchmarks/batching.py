@@ -80,7 +80,7 @@ class Meter:
             for handle in handles:
                 handle.remove()
         if not (self.positions and self.head):
-            raise RuntimeError("the network ran without its embedding or its head: what it computed was not counted")
+            raise RuntimeError("the network ran without its embedding or its head, so its work was not counted")
 
     def _embeds(self, module: nn.Module, given: tuple[Tensor, ...]) -> None:
         self.forwards += 1
@@ -231,40 +231,55 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     it = parser(__doc__)
     add = it.add_argument
     caches, schedulers, tables = "none,prefix,dual,block_causal,dkv", ",".join(SCHEDULERS), ",".join(TABLES)
-    which = "under each of these (default %(default)s)"
+    which = "caches to measure each scheduler with (default %(default)s)"
     add("--tables", type=among("table", TABLES), default=tables, help="what to measure (default %(default)s)")
     add("--caches", type=among("cache", config.names("cache")), default=caches, help=which)
-    add("--schedulers", type=among("scheduler", SCHEDULERS), default=schedulers, help="which (default %(default)s)")
-    add("--batches", type=numbers, default="1,4,8,16,32", help="sizes, the first of them 1 (default %(default)s)")
-    add("--prompts", type=positive, default=32, help="how many (default %(default)s)")
-    add("--shortest", type=positive, default=64, help="tokens of a prompt, at least (default %(default)s)")
-    add("--longest", type=positive, default=200, help="and at most (default %(default)s)")
-    add("--seed", type=int, default=1, help="of the prompts (default %(default)s)")
-    add("--tokens", type=positive, default=128, help="new ones (default %(default)s)")
+    add(
+        "--schedulers",
+        type=among("scheduler", SCHEDULERS),
+        default=schedulers,
+        help="schedulers to measure (default %(default)s)",
+    )
+    add("--batches", type=numbers, default="1,4,8,16,32", help="batch sizes, the first of them 1 (default %(default)s)")
+    add("--prompts", type=positive, default=32, help="number of prompts (default %(default)s)")
+    add("--shortest", type=positive, default=64, help="least number of tokens of a prompt (default %(default)s)")
+    add("--longest", type=positive, default=200, help="largest number of tokens of a prompt (default %(default)s)")
+    add("--seed", type=positive, default=1, help="seed of the prompts (default %(default)s)")
+    add("--tokens", type=positive, default=128, help="tokens of an answer (default %(default)s)")
     add("--block", type=positive, default=32, help="positions of a block (default %(default)s)")
-    add("--threshold", type=quantity, default=0.08, help="for some six tokens per forward (default %(default)s)")
-    add("--guided-threshold", type=quantity, default=0.3, help="guidance makes surer (default %(default)s)")
-    add("--steps", type=positive, default=24, help="of scheduler fixed (default %(default)s)")
-    add("--vocabulary", type=positive, default=512, help="of the model (default %(default)s)")
-    add("--width", type=positive, default=384, help="of its stream (default %(default)s)")
-    add("--inner", type=positive, default=1024, help="width of its feed-forward (default %(default)s)")
-    add("--layers", type=positive, default=4, help="of the model (default %(default)s)")
-    add("--heads", type=positive, default=6, help="of each layer (default %(default)s)")
-    add("--dtype", choices=DTYPES, default="float32", help="of its weights (default %(default)s)")
+    add(
+        "--threshold",
+        type=quantity,
+        default=0.08,
+        help="about six tokens per forward at the default (default %(default)s)",
+    )
+    add(
+        "--guided-threshold",
+        type=quantity,
+        default=0.3,
+        help="threshold under guidance, which raises confidence (default %(default)s)",
+    )
+    add("--steps", type=positive, default=24, help="steps of scheduler fixed (default %(default)s)")
+    add("--vocabulary", type=positive, default=512, help="tokens that the model knows (default %(default)s)")
+    add("--width", type=positive, default=384, help="hidden size of the model (default %(default)s)")
+    add("--inner", type=positive, default=1024, help="width of the feed-forward layers (default %(default)s)")
+    add("--layers", type=positive, default=4, help="layers of the model (default %(default)s)")
+    add("--heads", type=positive, default=6, help="attention heads of each layer (default %(default)s)")
+    add("--dtype", choices=DTYPES, default="float32", help="dtype of the weights (default %(default)s)")
     add("--repeats", type=positive, default=3, help="measurements of each time (default %(default)s)")
-    add("--threads", type=positive, default=1, help="of torch (default %(default)s)")
-    add("--clock", choices=CLOCKS, default="cpu", help="cpu: the process's own seconds (default %(default)s)")
+    add("--threads", type=positive, default=1, help="threads of torch (default %(default)s)")
+    add("--clock", choices=CLOCKS, default="cpu", help="cpu: processor time of the process (default %(default)s)")
     add_json(it)
     options = it.parse_args(argv)
     given = ",".join(map(str, options.batches))
     if options.batches[0] != 1:
-        it.error(f"--batches {given}: should begin with 1, which all are set against")
+        it.error(f"--batches {given}: should begin with 1, which the others are compared with")
     if max(options.batches) > options.prompts:
         it.error(f"--batches {given}: no batch can be larger than --prompts {options.prompts}")
     if options.longest < options.shortest:
         it.error(f"--longest {options.longest}: should be at least --shortest {options.shortest}")
     if options.vocabulary < 3:
-        it.error(f"--vocabulary {options.vocabulary}: should be at least 3, an end token, the mask and a word")
+        it.error(f"--vocabulary {options.vocabulary}: should be at least 3: the end-of-text token, the mask and a word")
     if options.width % (2 * options.heads):
         it.error(f"--width {options.width}: should be a multiple of twice --heads {options.heads}")
     if options.clock == "cpu" and options.threads > 1:

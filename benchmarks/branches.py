@@ -110,15 +110,25 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     it = parser(__doc__)
     add = it.add_argument
     add("--model", choices=SIZES, default=best, help="llada-8b needs a GPU (default %(default)s)")
-    add("--branches", type=numbers, default="1,2,4,8,16", help="depths, the first of them 1 (default %(default)s)")
-    add("--repeats", type=positive, default=5, help="generations per depth that are timed (default %(default)s)")
-    add("--slack", type=quantity, default=1.25, help="what counts as free (default %(default)s)")
-    add("--threads", type=positive, default=1, help="of torch (default %(default)s)")
+    add(
+        "--branches",
+        type=numbers,
+        default="1,2,4,8,16",
+        help="numbers of branches, the first of them 1 (default %(default)s)",
+    )
+    add("--repeats", type=positive, default=5, help="generations to time for each number (default %(default)s)")
+    add(
+        "--slack",
+        type=quantity,
+        default=1.25,
+        help="longest step that counts as free, over one branch (default %(default)s)",
+    )
+    add("--threads", type=positive, default=1, help="threads of torch (default %(default)s)")
     add_json(it)
     options = it.parse_args(argv)
     if options.branches[0] != 1:
         given = ",".join(map(str, options.branches))
-        it.error(f"--branches {given}: should begin with 1, which all are set against")
+        it.error(f"--branches {given}: should begin with 1, which the others are compared with")
     check(options.model)
     return options
 

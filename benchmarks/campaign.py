@@ -130,8 +130,9 @@ def earlier(options: argparse.Namespace) -> dict[str, Any]:
         found = json.loads(file.read_text())
         stages, smoke = found["stages"], found["smoke"]
     except OSError:
-        said = f"there is no {file} to continue: leave out --continue, or name its folder with --out"
-        raise UserError("file-invalid", said) from None
+        raise UserError(
+            "file-missing", f"--continue cannot read {file}. Leave it out, or name the folder of a campaign with --out."
+        ) from None
     except (ValueError, LookupError, TypeError):
         raise UserError(
             "file-invalid", f"{file} is not a result of a campaign. Remove it, and leave out --continue."
@@ -154,24 +155,35 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     it = parser(__doc__)
     add = it.add_argument
     names = [stage.name for stage in STAGES]
-    add("--minutes", type=quantity, default=9.0, help="for all stages (default %(default)s)")
-    add("--only", type=among("stage", names), metavar="STAGES", help="names, with commas (default all)")
-    add("--continue", dest="resume", action="store_true", help="keep what --out has, and run the rest")
-    add("--list", action="store_true", help="say what would be run, and run nothing")
-    add("--out", type=Path, default="campaign", metavar="FOLDER", help="for results; made (default %(default)s)")
+    add("--minutes", type=quantity, default=9.0, help="time for all stages together (default %(default)s)")
+    add(
+        "--only",
+        type=among("stage", names),
+        metavar="STAGES",
+        help="names of the stages to run, with commas between them (default all)",
+    )
+    add("--continue", dest="resume", action="store_true", help="keep the results in --out, and run the other stages")
+    add("--list", action="store_true", help="print the stages, and run none")
+    add(
+        "--out",
+        type=Path,
+        default="campaign",
+        metavar="FOLDER",
+        help="folder for the results, created if necessary (default %(default)s)",
+    )
     add(
         "--official",
         type=Path,
         metavar="FILE",
-        help="LLaDA's own generate.py, for `uncached` (default: a loop like it)",
+        help="LLaDA's own generate.py, for the stage `uncached` (default: a loop like it)",
     )
-    add_smoke(it, "every stage tiny on the CPU: does it run?")
+    add_smoke(it, "run every stage at tiny sizes on the CPU, to see that it works")
     options = it.parse_args(argv)
     if options.list:
         return options
     check_gpu(it, options)
     if options.official and not options.official.is_file():
-        it.error(f"--official={options.official} does not exist. Name generate.py of LLaDA")
+        it.error(f"--official={options.official} is not a file. Name generate.py of LLaDA")
     if options.official:
         options.official = options.official.absolute()
     files.make_folder(options.out)
@@ -202,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.smoke:
         print("Tiny models on a CPU: these figures say nothing, and neither do the decisions.")
     if later:
-        print(f"No time was left for {', '.join(later)}: go on with --continue.")
+        print(f"No time was left for {', '.join(later)}. Run them with --continue.")
     return 0 if any(one["figures"] for one in stages.values()) else 1
 
 

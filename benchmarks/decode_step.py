@@ -198,7 +198,7 @@ class Bench:
             seconds = self.now(ours), self.now(theirs)
             forwards, needed = (found[which][1] for which in ("ours", "theirs"))
             if forwards != needed:
-                raise RuntimeError(f"{forwards} forwards, where {other} are {needed}")
+                raise RuntimeError(f"the sampler took {forwards} forwards, and {other} are {needed}")
             if repeat > 1:
                 row.seconds.append(seconds[0])
                 row.plain.append(seconds[1])
@@ -254,17 +254,22 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--sides", type=among("side", SIDES), default=",".join(SIDES), help="what to measure (default %(default)s)")
     known = ",".join(KINDS)
     add("--kinds", type=among("kind", KINDS), help=f"of {known} (default all; official with --official)")
-    add("--batch", type=numbers, default="1,4,16,64", help="rows, at the first window (default %(default)s)")
-    add("--windows", type=numbers, default="32,8,16,64,128,256", help="columns, at batch 1 (default %(default)s)")
+    add("--batch", type=numbers, default="1,4,16,64", help="batch sizes, with the first window (default %(default)s)")
+    add(
+        "--windows",
+        type=numbers,
+        default="32,8,16,64,128,256",
+        help="columns of a window, at batch 1 (default %(default)s)",
+    )
     add("--slots", type=positive, default=1024, help="columns of a row (default %(default)s)")
-    add("--repeats", type=positive, default=3, help="blocks measured (default %(default)s)")
+    add("--repeats", type=positive, default=3, help="blocks to measure (default %(default)s)")
     official = accepted(official_code.load)
     add("--official", type=official, metavar="FILE", help="LLaDA's own generate.py, to compare with (default: none)")
     add_json(it)
     add_smoke(it)
     options = parsed(it, argv, sides="torch", batch="1,2", windows="8,4", slots=32, repeats=1)
     if options.smoke and options.sides != ["torch"]:
-        it.error(f"--sides {','.join(options.sides)}: --smoke runs on the CPU, where there is the side torch alone")
+        it.error(f"--sides {','.join(options.sides)}: --smoke runs on the CPU, which has only --sides torch")
     check_gpu(it, options, "a model of 8 billion parameters needs a GPU")
     if options.kinds is None:
         options.kinds = [kind for kind in KINDS if kind != "official" or options.official]

@@ -28,7 +28,7 @@ from unittest.mock import patch
 
 import torch
 from circumstances import circumstances, report
-from options import add_json, among, command, numbers, parser, positive
+from options import add_json, among, command, numbers, parser, positive, quantity
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -158,19 +158,24 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--schedulers",
         type=among("scheduler", ("threshold", "fixed")),
         default="threshold",
-        help="(default %(default)s)",
+        help="schedulers to measure (default %(default)s)",
     )
-    add("--caches", type=among("cache", ("none", "prefix", "dual")), default="none,dual", help="(default %(default)s)")
-    add("--batch", type=numbers, default="8,16", help="places (default %(default)s)")
-    add("--prompts", type=positive, default=112, help="how many (default %(default)s)")
-    add("--tokens", type=positive, default=64, help="of an answer (default %(default)s)")
+    add(
+        "--caches",
+        type=among("cache", ("none", "prefix", "dual")),
+        default="none,dual",
+        help="caches to measure (default %(default)s)",
+    )
+    add("--batch", type=numbers, default="8,16", help="lanes of the batch (default %(default)s)")
+    add("--prompts", type=positive, default=112, help="number of prompts (default %(default)s)")
+    add("--tokens", type=positive, default=64, help="tokens of an answer (default %(default)s)")
     add("--shortest", type=positive, help="tokens of the shortest answer (default: all have --tokens)")
-    add("--graph", action="store_true", help="steps are CUDA graphs; needs a GPU")
+    add("--graph", action="store_true", help="replay steps as CUDA graphs, which needs a GPU")
     add("--block", type=positive, default=16, help="positions of a block (default %(default)s)")
-    add("--threshold", type=float, default=0.9, help="of scheduler threshold (default %(default)s)")
+    add("--threshold", type=quantity, default=0.9, help="threshold of scheduler threshold (default %(default)s)")
     add("--repeats", type=positive, default=5, help="measurements of each time (default %(default)s)")
-    add("--threads", type=positive, default=1, help="of torch (default %(default)s)")
-    add("--clock", choices=CLOCKS, default="cpu", help="cpu: the process's own seconds (default %(default)s)")
+    add("--threads", type=positive, default=1, help="threads of torch (default %(default)s)")
+    add("--clock", choices=CLOCKS, default="cpu", help="cpu: processor time of the process (default %(default)s)")
     add_json(it)
     options = it.parse_args(argv)
     check(options.model)

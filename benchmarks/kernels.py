@@ -100,7 +100,7 @@ def compare(ours: Any, theirs: Any) -> None:
         norms = [(one.double() - other.double(), other.double()) for one, other in pairs if one is not None]
         errors = [float(apart.norm() / whole.norm()) for apart, whole in norms]
     if not all(error <= TOLERANCE for error in errors):
-        raise RuntimeError("another answer than the reference's")
+        raise RuntimeError("the result differs from the reference's")
 
 
 def table(rows: list[Row], moves: Bandwidth) -> Table:

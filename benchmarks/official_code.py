@@ -43,15 +43,17 @@ class Predictor:
 
 
 def load(file: str | Path) -> Callable[..., Tensor]:
-    """The function `generate` of the file.
+    """Return the function `generate` of a file.
 
     Raises:
-        UserError: there is none.
+        UserError: the file does not exist, cannot be imported, or has no such function.
     """
-    file = Path(file)
+    named, file = file or "''", Path(file)
     found = importlib.util.spec_from_file_location("official_llada_generate", file)
     if not file.is_file() or found is None or found.loader is None:
-        raise UserError("file-missing", f"The Python file {file} does not exist. Name generate.py of a clone of LLaDA.")
+        raise UserError(
+            "file-missing", f"The Python file {named} does not exist. Name generate.py of a clone of LLaDA."
+        )
     module = importlib.util.module_from_spec(found)
     sys.modules[found.name] = module  # a dataclass looks for its module there
     try:

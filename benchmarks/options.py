@@ -20,14 +20,16 @@ Value = TypeVar("Value")
 
 
 def positive(text: str) -> int:
-    """Return a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"should be a whole number of at least 1, not {text!r}")
+    """Return a whole number from 1 to 2^31 - 1."""
+    if not text.isdecimal() or len(text) > 10 or not 1 <= int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"should be a whole number from 1 to {2**31 - 1}, not {text!r}")
     return int(text)
 
 
 def output(text: str) -> Path:
     """Return a file that `files.write` can write, through a temporary file in the same folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty: name a file")
     path = Path(text)
     if path.exists() and not path.is_file():
         raise argparse.ArgumentTypeError(f"{path} cannot be written: it is not a file")
@@ -56,18 +58,18 @@ def parsed(it: Parser, argv: Sequence[str] | None, **smoke: str | float) -> argp
 
 def add_json(it: Parser) -> None:
     """Add the option `--json`: the file that every measurement is written to."""
-    it.add_argument("--json", type=output, metavar="FILE", help="write every measurement there (default: nowhere)")
+    it.add_argument("--json", type=output, metavar="FILE", help="write every measurement to FILE (default: none)")
 
 
-def add_smoke(it: Parser, does: str = "tiny sizes on the CPU, once: does it run?") -> None:
+def add_smoke(it: Parser, does: str = "run tiny sizes on the CPU once, to see that it works") -> None:
     """Add the option `--smoke`, with what it `does` as its help."""
     it.add_argument("--smoke", action="store_true", help=does)
 
 
-def check_gpu(it: Parser, options: argparse.Namespace, why: str = "a GPU is what this measures") -> None:
+def check_gpu(it: Parser, options: argparse.Namespace, reason: str = "this measures a GPU") -> None:
     """End with a mistake in the arguments without a GPU, unless it is a smoke run."""
     if not options.smoke and not torch.cuda.is_available():
-        it.error(f"{why}: run it on one, or with --smoke")
+        it.error(f"{reason}, and torch finds none: run it on a machine with a GPU, or add --smoke")
 
 
 def command(main: terminal.Main) -> Callable[..., int]:

@@ -126,7 +126,7 @@ def measure(
         def run(row: Row = row, product: Product = product) -> None:
             error = float((product(x, first).double() - F.linear(x, first).double()).norm())
             if not error <= TOLERANCE * float(F.linear(x, first).double().norm()):
-                raise RuntimeError("another answer than the library's")
+                raise RuntimeError("the result differs from the library's")
             timer = clock.replayed([partial(product, x, weight) for weight in weights])
             row.seconds += [timer() for _ in range(options.repeats)]
 
@@ -156,8 +156,8 @@ def said(row: Row) -> str:
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     it = parser(__doc__)
     add = it.add_argument
-    add("--rows", type=numbers, default="32,1,8,16,64,128,256", help="of the inputs (default %(default)s)")
-    add("--tiles", action="store_true", help="the kernel in other tiles too")
+    add("--rows", type=numbers, default="32,1,8,16,64,128,256", help="rows of the inputs (default %(default)s)")
+    add("--tiles", action="store_true", help="measure the kernel with other tiles, too")
     add("--repeats", type=positive, default=5, help="replays of a graph (default %(default)s)")
     add_json(it)
     add_smoke(it)

@@ -156,9 +156,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     it = parser(__doc__)
     add = it.add_argument
     schedulers, caches, stops = (among(kind, config.names(kind)) for kind in ("scheduler", "cache", "stop"))
-    add("--schedulers", type=schedulers, default="threshold,fixed,klass", help="which (default %(default)s)")
-    add("--caches", type=caches, default="none,prefix,dual", help="under each of these (default %(default)s)")
-    add("--stops", type=stops, default="none,prefix", help="and with each of these (default %(default)s)")
+    add(
+        "--schedulers",
+        type=schedulers,
+        default="threshold,fixed,klass",
+        help="schedulers to measure (default %(default)s)",
+    )
+    add("--caches", type=caches, default="none,prefix,dual", help="caches to measure each with (default %(default)s)")
+    add("--stops", type=stops, default="none,prefix", help="stops to measure each with (default %(default)s)")
     return it.parse_args(argv)
 
 

@@ -46,7 +46,7 @@ from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.graphs import StaticEngine
 from dllm_sampler.engine.loop import Engine
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, counted
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Layer, Rope, Transformer, pick_rows
 
@@ -109,7 +109,7 @@ class Bare:
         """The forward that answers our step's query on our step's rows, a run of columns equal in every row.
 
         Raises:
-            UserError: the cache has other columns computed.
+            UserError: the step computes other columns.
         """
         pack, batch, device = plan.pack, len(canvas.ids), canvas.ids.device
         run = None if pack is None or len(pack.column) % batch else pack.column.view(batch, -1)  # [B, M]
@@ -118,8 +118,8 @@ class Bare:
         if run is None or not torch.equal(run, positions.expand(batch, -1)) or not plan.head_rows.whole:
             raise UserError(
                 "cache-incompatible",
-                f"A bare forward computes one run of columns, and cache={named(plan.cache)} computes others. Choose"
-                " --caches from none, prefix and dual.",
+                f"The last step with cache={named(plan.cache)} does not compute one run of columns in every row, as a"
+                " bare forward does. Set fewer --steps, or --caches none,dual.",
             )
         ids, rows = canvas.ids[:, first:last].clone(), query.positions - first  # [B, Q]
 
@@ -219,7 +219,10 @@ def speed(
     # `result.tokens` has padding after the end-of-text token, and the other loop has tokens there.
     differ = int((result.trace.ids[:, result.trace.origin :] != tokens.cpu()).sum())
     if differ or result.nfe.tolist() != [forwards] * batch:
-        raise SystemExit(f"the sides differ in {differ} tokens, {result.nfe.tolist()} and {forwards} forwards")
+        raise SystemExit(
+            f"step_overhead.py: the two loops differ in {counted(differ, 'token')} or in their forwards:"
+            f" {result.nfe.tolist()} and {forwards}. One of them has an error."
+        )
     return times
 
 
@@ -317,25 +320,32 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     kinds = ("overhead", "speed", "replay")
     it = parser(__doc__)
     add = it.add_argument
-    add("--models", type=among("model", SIZES), default=models, help=f"of {', '.join(SIZES)} (default %(default)s)")
+    add(
+        "--models", type=among("model", SIZES), default=models, help=f"some of {', '.join(SIZES)} (default %(default)s)"
+    )
     add("--batch", type=numbers, default="1,8", help="rows of a generation (default %(default)s)")
     caches = among("cache", config.names("cache"))
-    add("--caches", type=caches, default="none,dual", help="speed knows these two alone (default %(default)s)")
+    add(
+        "--caches",
+        type=caches,
+        default="none,dual",
+        help="caches; --kinds speed supports none and dual (default %(default)s)",
+    )
     add("--kinds", type=among("kind", kinds), default=",".join(kinds), help="what to measure (default %(default)s)")
     add("--steps", type=positive, default=32, help="forwards per generation (default %(default)s)")
     add("--repeats", type=positive, default=5, help="measurements per ratio (default %(default)s)")
-    add("--threads", type=positive, help="of torch (default: its own choice)")
-    add("--clock", choices=CLOCKS, default="wall", help="cpu: of this process, on a busy machine (default %(default)s)")
+    add("--threads", type=positive, help="threads of torch (default: its own choice)")
+    add("--clock", choices=CLOCKS, default="wall", help="cpu: processor time, for a busy machine (default %(default)s)")
     official = accepted(official_code.load)
     add("--official", type=official, metavar="FILE", help="LLaDA's own generate.py, to compare with (default: none)")
     add_json(it)
-    add_smoke(it, "a tiny model, once: does it run, are the tokens equal?")
+    add_smoke(it, "run a tiny model once, to see that it works and gives equal tokens")
     options = parsed(it, argv, models="smoke", batch="1,2", steps=8, repeats=1)
     for name in options.models:
         check(name, options.steps)
     strange = sorted(set(options.caches) - {"none", "dual"})
     if strange and "speed" in options.kinds:
-        it.error(f"--caches {','.join(strange)}: the plain loop of --kinds speed has none and dual alone")
+        it.error(f"--caches {','.join(strange)}: --kinds speed compares with a loop that supports only none and dual")
     if options.clock == "cpu" and (options.threads or torch.get_num_threads()) > 1:
         it.error("--clock cpu would count threads that wait for each other: add --threads 1")
     return options

@@ -172,7 +172,7 @@ class Parser(ArgumentParser):
 
     @override
     def error(self, message: str) -> NoReturn:
-        raise UserError("option-syntax", f"{message}. See --help.")
+        raise UserError("option-syntax", f"{message.rstrip('.')}. See --help.")
 
 
 def command(name: str) -> Callable[[Main], Callable[..., int]]:
