@@ -273,7 +273,7 @@ def plugin_class(owner: str, group: str, target: str) -> type:
     Raises:
         UserError: the class does not exist, or does not extend the group's base class.
     """
-    found: Any = resolve_callable(f"{owner}: _target_", target)
+    found: Any = resolve_callable(f"{owner}: _target_ ", target)
     base = resolve(BASES[group])
     if not inspect.isclass(found) or found is base or not issubclass(found, base):
         raise UserError(

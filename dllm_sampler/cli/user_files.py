@@ -88,7 +88,7 @@ def choices_of(word: str) -> list[tuple[str, str]]:
     names = [name.strip() for name in value.strip("[]").split(",")]
     for name in names:
         if name not in choices(group):
-            raise unknown(group, name, choices(group))
+            raise unknown("trainer" if group == "train" else group, name, choices(group))
     return [(group, name) for name in names]
 
 

@@ -187,7 +187,7 @@ class PlugIn:
 
 
 class Scheduler(PlugIn):
-    """A rule that decides which positions a step asks about and which predictions it commits.
+    """A rule that decides which positions a step queries and which predictions it commits.
 
     A frozen dataclass: its fields are its YAML. Abilities of a few schedulers are protocols: `Planner`, `Paced`,
     `Tempered`, `Corrects`. Facts that are true of a few are a `RareTrait`.
@@ -220,7 +220,7 @@ class Scheduler(PlugIn):
         return None
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """Return the query of the next step. The default asks about the active block (`Traits.asks`).
+        """Return the query of the next step. The default queries the active block (`Traits.asks`).
 
         Args:
             canvas: the state after the last step.
@@ -278,7 +278,7 @@ class Planner(Protocol):
 
 @runtime_checkable
 class Paced(Protocol):
-    """A scheduler that measures time: it asks about as many candidates as a forward computes at no cost."""
+    """A scheduler that measures time: it queries as many candidates as a forward computes at no cost."""
 
     def with_candidates(self, most: int) -> Scheduler:
         """Return the same scheduler with a limit of `most` candidates. It commits the same in the end."""

@@ -77,14 +77,14 @@ class Traits:
     Shadow rows are extra mask tokens in a forward, at committed positions (`ShadowRows`).
 
     Attributes:
-        asks: It asks about the block's masks only. If window: It asks about the whole block in each step.
-        asks_block: It asks about the active block in every step. If false: It does not ask about the active block in
-            every step: no scheduler can be around it.
-        needs_every_position: It needs a prediction of every mask it asks about: no cache that chooses among them.
+        asks: It queries the block's masks only. If window: It queries the whole block in each step.
+        asks_block: It queries the active block in every step. If false: It does not query the active block in every
+            step: most schedulers cannot wrap it.
+        needs_every_position: It needs a prediction of every mask that it queries: no cache that chooses among them.
         revises: It may remask or replace committed tokens.
         own_tokens: It may write other tokens than those that a step predicted: no guide on the answer's form.
         draws_order: It draws the positions that it commits.
-        drafts: It asks about states that may not come true: no stop that changes the canvas, no guide=grammar.
+        drafts: It queries states that may not come true: no stop that changes the canvas, no guide=grammar.
         graph_safe: Its steps only launch operations on tensors. If false: Its steps read the device: no CUDA graphs.
         ranks_by_confidence: A factor on `readout.confidence` changes what it commits. If false: It does not use
             confidence: no scheduler=eoser around it.

@@ -49,7 +49,7 @@ def resolve_callable(what: str, name: str) -> Callable[..., Any]:
     """Return the function that `package.module:function` names. Its module is imported as `resolve` does.
 
     Args:
-        what: name of the setting in errors, for example `train.reward`.
+        what: beginning of errors, for example `task.metric=`. The name follows it.
 
     Raises:
         UserError: the name cannot be imported, or is not callable.
@@ -57,9 +57,9 @@ def resolve_callable(what: str, name: str) -> Callable[..., Any]:
     try:
         found = resolve(name)
     except (Exception, SystemExit) as error:  # the import of a user's module may raise anything
-        raise UserError("function-missing", f"{what} {name} cannot be imported{_reason(name, error)}") from None
+        raise UserError("function-missing", f"{what}{name} cannot be imported{_reason(name, error)}") from None
     if not callable(found):
-        said = f"{what} {name} is of type {type(found).__name__}. Name a function, as in package.module:function."
+        said = f"{what}{name} is of type {type(found).__name__}. Name a function, as in package.module:function."
         raise UserError("function-invalid", said)
     return found
 

@@ -61,7 +61,7 @@ class Metric:
     @cached_property
     def call(self) -> Callable[..., Any]:
         """The user's function."""
-        return resolve_callable(self.setting, self.name)
+        return resolve_callable(f"{self.setting}=", self.name)
 
     def check(self, answer: Any, where: str) -> None:
         """Refuse an answer that the metric cannot use. A user's function may use any answer.

@@ -67,7 +67,7 @@ class Reward:
         if given == "" or not (isinstance(given, str) or callable(given)):
             raise UserError("function-invalid", f"{setting} is {given!r}. Give a function or package.module:function.")
         name = given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
-        call: Any = resolve_callable(f"{setting}:", given) if isinstance(given, str) else given
+        call: Any = resolve_callable(f"{setting}=", given) if isinstance(given, str) else given
         return Reward(call, f"{setting}={name}", tokenizer, end_ids)
 
     def __call__(self, canvas: Canvas, ids: Tensor, judged: Tensor) -> Tensor:

@@ -448,7 +448,7 @@ def written(group: str, plugin: Any) -> Any:
     if not is_dataclass(plugin) or isinstance(plugin, type) or named(plugin) not in configuration.names(group):
         return plugin
     target = configuration.entry(group, named(plugin)).settings.get("_target_")
-    if target is None or resolve_callable(group, str(target)) is not type(plugin):
+    if target is None or resolve_callable(f"{group} ", str(target)) is not type(plugin):
         return plugin
     values = {one.name: getattr(plugin, one.name) for one in fields(plugin) if one.init}
     return {"name": named(plugin), **{key: written("scheduler", value) for key, value in values.items()}}

@@ -68,8 +68,8 @@ class DeerConfig(MaskedDiffusionConfig):
 class DeerTrainer(MaskedDiffusionTrainer):
     """A stage of the alignment of a drafter, on a target's answers to prompts.
 
-    An answer with the end tokens that a draft may reach is cut at a random token. Stage I has the loss of masked
-    diffusion, stage II the masks of `refine_masks`. Learning rate, batch, range of t and separator are not published.
+    An answer with the end-of-text tokens that a draft may reach is cut at a random token. Stage I has the loss of
+    masked diffusion, stage II the masks of `refine_masks`. Learning rate, batch, t and separator are not published.
     """
 
     config: ClassVar[type[DiffusionConfig]] = DeerConfig

@@ -60,7 +60,7 @@ class DistillConfig(DiffusionConfig):
 
     teacher: settings of the sampler that answers the prompts; published: one token per step in blocks of 32
     keep: only right answers are learned from, else all that are complete
-    tail: learn the end tokens after the answer, too, up to `new_tokens` (mini's canvases end in them; published: one)
+    tail: learn the end-of-text tokens after the answer, up to `new_tokens`, as mini writes them; published: one
     block_length: of the active block. None: the whole answer is active (Dream, which would unlearn its order)
     ratio: share of the active block that the first sample masks
     certainty: weight of the entropy; published: 2 for LLaDA, 1 for Dream

@@ -23,7 +23,7 @@ def find(name: str) -> Reward:
         return REWARDS[name]
     if ":" not in name:
         raise unknown("reward", name, [*REWARDS, "package.module:function"])
-    return resolve_callable("the reward", name)
+    return resolve_callable("the reward ", name)
 
 
 def call(name: str, reward: Reward, prompts: Sequence[Any], completions: list[str], columns: Mapping[str, Any]) -> Any:

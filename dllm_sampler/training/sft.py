@@ -23,7 +23,7 @@ class MaskedDiffusionConfig(DiffusionConfig):
 
     weight: `inverse`: a hidden token counts 1/p, p its probability of being hidden, as published; `none`: it counts 1
     complementary: each answer twice, the second time with the other tokens hidden (Fast-dLLM v2, arXiv 2509.26328)
-    padding: end tokens after an answer, see `padded`. None chooses `longest` for a bidirectional model, else `block`
+    padding: end-of-text tokens after an answer, see `padded`. None: `longest` for bidirectional models, else `block`
     max_length: tokens of a prompt with its answer. By default the model's context
     longer: what is done with an example that is longer: `refuse` it, or `drop` it
     self_conditioning, encoder: of DiffusionGemma alone, see `UniformLoss`; `weight` does not apply there

@@ -172,7 +172,7 @@ def check(sampler: Sampler) -> None:
     plain = spec.mask_id is not None and not spec.encoder and spec.branches == 1 and not plugins.compat
     reasons = {
         f"{rule} takes tokens back or replaces them. {fixed}": traits.revises,
-        f"{rule} asks about states that may not come true. {fixed}": traits.drafts,
+        f"{rule} queries states that may not come true. {fixed}": traits.drafts,
         f"{rule} hides a part of the canvas. {fixed}": traits.has(HiddenMasks),
         f"{rule} changes the length of answers. {fixed}": traits.has(ChangingLength),
         f"{rule} adds inputs of its own to the forward. {fixed}": traits.has(OwnInputs),

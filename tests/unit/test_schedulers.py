@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dllm_sampler import Edit, Query, Readout, Scheduler, Traits
+from dllm_sampler.errors import as_typed
 from dllm_sampler.schedulers.budget import (
     even_rest,
     rounded_share,
@@ -228,7 +229,7 @@ def test_origin_opens_at_the_rate_of_the_process():
 def test_bad_settings(kind, fields):
     (name, value), *_ = fields.items()
     code = "choice-unknown" if value in ("best", "sine") else "option-range"
-    with refused(f"{code}: scheduler.{name}, {value!r}"):
+    with refused(f"{code}: scheduler.{name}, {as_typed(value)}"):
         kind(**fields)
 
 

@@ -221,7 +221,7 @@ def test_an_unlikely_token_becomes_a_mask_again() -> None:
 
 
 def test_another_token_must_be_surer_than_the_bound() -> None:
-    model = changes([(0.9, 1), (0.6, 3)], [(0.9, 2), (0.6, 3)], [(0.9, 2), (0.95, 4)])
+    model = changes([(0.9, 1), (0.6, 3)], [(0.89, 2), (0.6, 3)], [(0.89, 2), (0.95, 4)])
     assert model.history(TokenEditing(0.7, remask="t2t_remask"))[1] == [[], [], [1], [], []]
     rule = TokenEditing(0.7, remask="t2t_remask", remask_threshold=0.8, remask_share=1.0)
     assert model.history(rule)[1] == [[], [0], [1], [], []]
