@@ -128,7 +128,7 @@ class Options:
     top_k: int | None = option(None, "shortcut for guide.top_k.k, after the temperature", _OPTIONAL_COUNT)
     top_p: float | None = option(None, "shortcut for guide.top_p.p, after top_k", _check_mass)
     stop_token_ids: list[int] | int | None = option(
-        None, "token id, or a list, that ends an answer as the model's own end tokens do"
+        None, "token id, or a list, that ends an answer as the model's own end-of-text tokens do"
     )
     seed: int = option(0, "prompt i of a run is sampled with seed + i, whatever its batch", _check_seed)
     batch_size: int = option(8, "prompts denoised together; changes no answer", partial(check_count, most=MOST_ROWS))
@@ -181,7 +181,7 @@ OF_SAMPLER = tuple(one.name for one in fields(Options) if one.name in SamplerOpt
 
 
 def check_options(given: Mapping[str, Any]) -> None:
-    """Refuse options of `Sampler` with wrong values. Plug-ins and end tokens are checked later."""
+    """Refuse options of `Sampler` with wrong values. Plug-ins and end-of-text tokens are checked later."""
     for name, value in given.items():
         if (check_one := _CHECKS.get(name)) is not None:
             check_one(name, value)

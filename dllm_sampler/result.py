@@ -178,7 +178,7 @@ class Trace:
 
     @property
     def decoded(self) -> Tensor:
-        """`[B, N]` all decoded tokens, also after an end token. Positions without a token have `pad_id`."""
+        """`[B, N]` all decoded tokens, also after an end-of-text token. Positions without a token have `pad_id`."""
         noise = self.step_map < 0 if self.mask_id is None else self.ids == self.mask_id
         gone = noise | (torch.arange(self.ids.shape[1]) >= self.end[:, None])
         return self.ids.masked_fill(gone, self.pad_id)[:, self.origin :]
@@ -356,14 +356,14 @@ class Rows:
 class Result:
     """Answers of a batch, on the CPU."""
 
-    # [B, max_new_tokens] int64. Padding follows the first end token, or the part before a stop string. Positions that
-    # were never decoded are padding, too. `trace.decoded` has all decoded tokens.
+    # [B, max_new_tokens] int64. Padding follows the first end-of-text token, or the part before a stop string.
+    # Positions that were never decoded are padding, too. `trace.decoded` has all decoded tokens.
     tokens: Tensor
-    # [B] tokens up to and with the first end token, or before the first mask of an unfinished row, or before a stop
-    # string. A token with both the text's end and the stop string's beginning counts, unless its part of the text is
-    # white space.
+    # [B] tokens up to and with the first end-of-text token, or before the first mask of an unfinished row, or before a
+    # stop string. A token with both the text's end and the stop string's beginning counts, unless its part of the text
+    # is white space.
     lengths: Tensor
-    texts: list[str] | None  # cut at the first end token or stop string. None without a tokenizer
+    texts: list[str] | None  # cut at the first end-of-text token or stop string. None without a tokenizer
     nfe: Tensor  # [B] int64 forwards that the row took part in. With `particles`, the sum over all rows of the prompt
     complete: Tensor  # [B] bool: false if max_steps, a guide or NaN ended the row early
     trace: Trace
@@ -442,7 +442,7 @@ class Result:
         )
 
     def token_rows(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the tokens of each prompt, and the tokens of each answer up to and with its end token."""
+        """Return the tokens of each prompt, and the tokens of each answer up to and with its end-of-text token."""
         trace = self.trace
         prompts = [
             ids[begin : trace.origin] for ids, begin in zip(trace.ids.tolist(), trace.begin.tolist(), strict=True)
@@ -463,7 +463,7 @@ class Result:
 
     @property
     def tokens_per_forward(self) -> Tensor:
-        """`[B] float32` generated tokens over `nfe`. Tokens after the end token do not count."""
+        """`[B] float32` generated tokens over `nfe`. Tokens after the end-of-text token do not count."""
         return self.generated / self.nfe.clamp(min=1)
 
 
@@ -591,8 +591,8 @@ class Speculation:
     """Answers of a `SpeculativeSampler`, on the CPU. R is the number of rounds, each one pass of the target."""
 
     tokens: Tensor  # [B, max_new_tokens] int64 tokens, with padding after the answer
-    lengths: Tensor  # [B] tokens up to and with the first end token, or before a stop string as in `Result`
-    texts: list[str] | None  # cut at the end token or a stop string. None without a tokenizer
+    lengths: Tensor  # [B] tokens up to and with the first end-of-text token, or before a stop string as in `Result`
+    texts: list[str] | None  # cut at the end-of-text token or a stop string. None without a tokenizer
     accepted: Tensor  # [B, R] int64 drafted tokens accepted in each round. -1 if the row was done
     step_map: Tensor  # [B, max_new_tokens] round that emitted each token, from 0. -1 means none
     drafter_nfe: Tensor  # [B] int64 forwards of the drafter
@@ -627,7 +627,7 @@ class Answer:
     finish_reason: FinishReason  # reason that the answer ended
     tokens: Tensor  # [max_new_tokens] int64, as `Result.tokens`
     length: int = 0  # as `Result.lengths`
-    text: str | None = None  # cut at the end token or a stop string. None without a tokenizer
+    text: str | None = None  # cut at the end-of-text token or a stop string. None without a tokenizer
     nfe: int = 0  # forwards of the answer. With `particles`, the sum over all rows of the prompt
     trace: Trace | None = None  # trace of this answer. None if the prompt was refused
     rejections: int = 0  # commits that a guide refused

@@ -213,7 +213,7 @@ class Sampler:
 
     @property
     def spec(self) -> ModelSpec:
-        """The current spec of the model, with `stop_token_ids` among its end tokens."""
+        """The current spec of the model, with `stop_token_ids` among its end-of-text tokens."""
         return self.denoiser.spec.with_ends(self.stop_token_ids)
 
     @property
@@ -310,7 +310,7 @@ class Sampler:
         """Generate spans of answers again, by `generate` with all other tokens `pinned`.
 
         Args:
-            answers: an earlier result, whose answers count up to their end tokens, or token ids.
+            answers: an earlier result, whose answers count up to their end-of-text tokens, or token ids.
             span: (first, end) in each answer, from 0 and without `end`, or a list of these.
             prompts: the prompt of each answer, if any. A result has its own.
             options: as in `generate`.

@@ -18,8 +18,8 @@ from dllm_sampler.core.values import Canvas
 class Pipeline(MultiBlock):
     """Blocks that are decoded side by side as in `MultiBlock`, while the model does not see blocks that are not open.
 
-    Source: D2F, arXiv 2508.09192, as in the code of LoPA, arXiv 2512.16229. Once an end token is committed no more
-    blocks open. The open ones are decoded to their ends, and then the row ends.
+    Source: D2F, arXiv 2508.09192, as in the code of LoPA, arXiv 2512.16229. Once an end-of-text token is committed no
+    more blocks open. The open ones are decoded to their ends, and then the row ends.
 
     Args:
         length, add_threshold, full_threshold: see `MultiBlock`.
@@ -45,5 +45,5 @@ class Pipeline(MultiBlock):
         return super().adds(after) & ~self.ended(after)
 
     def ended(self, after: Canvas) -> Tensor:
-        """Return `[B] bool` rows with a committed end token."""
+        """Return `[B] bool` rows with a committed end-of-text token."""
         return (is_end(after.ids, self.end_ids) & ~after.masked & ~after.layout.frozen).any(1)

@@ -26,7 +26,8 @@ class SlidingBlocks(Blocks):
     Args:
         masks: number of masks in the window. The last windows of an answer have fewer.
         max_width: most columns of the window. None means no limit, so that the window always has `masks` masks.
-        until_end: end the window before the first committed end token. A row ends when no mask is left before it.
+        until_end: end the window before the first committed end-of-text token. A row ends when no mask is left before
+            it.
 
     Raises:
         UserError: in `bind`, for models that do not see masks after the block.

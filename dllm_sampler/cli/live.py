@@ -127,8 +127,8 @@ class Screen:
 def figures(commits: Commits, end_ids: tuple[int, ...]) -> str:
     """Return the line below the canvas: step, NFE, tokens, tokens per forward.
 
-    All committed tokens count until the last step. Then only tokens up to the end token count, as in the summary of the
-    run.
+    All committed tokens count until the last step. Then only tokens up to the end-of-text token count, as in the
+    summary of the run.
     """
     width = commits.tokens.shape[1]
     column = torch.arange(width)

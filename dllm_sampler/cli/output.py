@@ -58,7 +58,7 @@ class Records:
     - `gaps`: the text of each gap. Only with given tokens
     - `tokens`: the answer's token ids, up to and with the first end-of-text token, or before the stop string
     - `complete`: false if `max_steps`, a guide, or logits that are not finite ended the sample early
-    - `finish_reason`: `end` (an end token), `length` (cut at `max_new_tokens`), `stop_string`, `max_steps`,
+    - `finish_reason`: `end` (an end-of-text token), `length` (cut at `max_new_tokens`), `stop_string`, `max_steps`,
       `constraint` (the guide allows nothing that is left) or `not_finite`. Not with `target=`
     - `valid`, `rejections`: true if the answer has the guide's form; commits that the guide refused. Only with a guide
       that judges answers by their form alone

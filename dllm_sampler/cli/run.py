@@ -356,7 +356,7 @@ def _denoise(
 
 
 def _interrupted(commits: Commits, sampler: Sampler, file: TextIO) -> None:
-    """Print the canvas of an interrupted batch, noise as blocks. A finished row is printed up to its end token."""
+    """Print the canvas of an interrupted batch, noise as blocks. A finished row ends with its end-of-text token."""
     ends, missing = sampler.spec.eos_ids, 0
     for tokens, masked, steps in commits.rows():
         first = first_end(tokens, ends)

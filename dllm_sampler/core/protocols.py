@@ -533,7 +533,7 @@ class Guide:
         """Judge a finished answer. The default returns None.
 
         Args:
-            tokens: the answer up to its end token.
+            tokens: the answer up to its end-of-text token.
             form: number of its form.
 
         Returns:
@@ -655,7 +655,7 @@ class Cache:
 
         Args:
             canvas: B rows before their first step.
-            spec: the model, with the end tokens of this generation.
+            spec: the model, with the end-of-text tokens of this generation.
 
         Returns:
             a copy with buffers `[B, L+1, Hkv, Dh]` of its own, in the model's type and on its device.

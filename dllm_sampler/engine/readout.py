@@ -35,7 +35,7 @@ class Rule(NamedTuple):
     spec: ModelSpec
     guides: tuple[Guide, ...]  # in the order of application
     needs: frozenset[str]  # fields of `Readout` beyond token and confidence
-    compat: bool = False  # as in published code no token is barred: neither the mask nor an end token in a gap
+    compat: bool = False  # as in published code no token is barred: neither the mask nor an end-of-text token in a gap
     judges_best: bool = False  # plug-ins see the best tokens, and drawn ones are written
 
 

@@ -50,7 +50,7 @@ class Runtime:
 
     @property
     def spec(self) -> ModelSpec:
-        """The current spec of the model, with `stop_token_ids` among its end tokens."""
+        """The current spec of the model, with `stop_token_ids` among its end-of-text tokens."""
         return self.denoiser.spec.with_ends(self.plugins.context.spec.eos_ids)
 
     def engine(self, samples: int = 1) -> Engine:

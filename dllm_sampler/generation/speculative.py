@@ -138,7 +138,7 @@ class SpeculativeSampler:
 
         Args:
             prompts: one or several strings, token lists, tensors or lists of chat messages, of any lengths.
-            max_new_tokens: longest answer. A row ends earlier with an end token of the target.
+            max_new_tokens: longest answer. A row ends earlier with an end-of-text token of the target.
             seed: row i samples with seed + i, or with entry i of a sequence.
             stop_strings: a text, or several, before which an answer ends.
             progress: called after each round with (round, tokens emitted, tokens wanted).
@@ -197,7 +197,7 @@ class SpeculativeSampler:
         taken, emitted = verify(replace(text, step=text.step + 1), at, draft, target, width, draws=self.draws)
 
         ends = is_end(emitted, self.ends) & (place <= taken[:, None])
-        count = torch.where(ends, place, taken[:, None]).amin(1) + 1  # up to and with the first end token
+        count = torch.where(ends, place, taken[:, None]).amin(1) + 1  # up to and with the first end-of-text token
         write = (place < count[:, None]) & ~text.done[:, None]
         run.accepted.append(torch.where(text.done, -1, torch.minimum(taken, count)).cpu())
         run.step_map = run.step_map.scatter(1, at, torch.where(write, run.round - 1, run.step_map.gather(1, at)))
@@ -319,7 +319,7 @@ class SpeculativeSampler:
         return separator
 
     def _end_tokens(self) -> tuple[int, ...]:
-        """Return the end tokens: those of the target, or else of the drafter, and `stop_token_ids`."""
+        """Return the end-of-text tokens: those of the target, or else of the drafter, and `stop_token_ids`."""
         config = getattr(self.target.model, "generation_config", None)
         named = getattr(config, "eos_token_id", None)
         if named is None:

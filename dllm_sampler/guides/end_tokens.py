@@ -1,4 +1,4 @@
-"""LLaDA's options for end tokens."""
+"""LLaDA's options for end-of-text tokens."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self
@@ -19,14 +19,15 @@ Mode = Literal["ban", "defer"]
 
 @dataclass(frozen=True)
 class EndTokens(Guide):
-    """A guide that keeps end tokens out of the answer, or gives them a confidence of 0 so that they come last.
+    """A guide that keeps end-of-text tokens out of the answer, or gives them a confidence of 0 so that they come last.
 
     Source: LLaDA's published sampler (arXiv 2502.09992), where `ban` is `logits_eos_inf` and `defer` is
     `confidence_eos_eot_inf`.
 
     Args:
-        mode: `ban` never chooses an end token. `defer` may choose end and end-of-turn tokens, at confidence 0.
-        ids: token ids to act on. By default the model's end tokens, and with `defer` also its end-of-turn token.
+        mode: `ban` never chooses an end-of-text token. `defer` may choose end and end-of-turn tokens, at confidence 0.
+        ids: token ids to act on. By default the model's end-of-text tokens, and with `defer` also its end-of-turn
+            token.
     """
 
     excludes: ClassVar[bool] = True

@@ -1,7 +1,8 @@
 """Given tokens of answers: a beginning, an end, tokens anywhere, gaps in a text, spans to generate again.
 
 A given token is on the canvas from the start, like the prompt, and never changes. The model sees the given tokens and
-generates the others. No end token is chosen in a gap with given tokens after it, so that the gap keeps its length.
+generates the others. No end-of-text token is chosen in a gap with given tokens after it, so that the gap keeps its
+length.
 """
 
 from __future__ import annotations

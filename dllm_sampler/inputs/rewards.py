@@ -102,7 +102,7 @@ class Reward:
         return found
 
     def _cut(self, answer: list[int]) -> list[int]:
-        """Return an answer before its first end token, without positions that are left out."""
+        """Return an answer before its first end-of-text token, without positions that are left out."""
         if NOTHING in answer:
             answer = [token for token in answer if token != NOTHING]
         return answer[: first_end(answer, self.end_ids)]

@@ -31,7 +31,7 @@ from dllm_sampler.kernels.backend import TORCH, Backend
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NO_END = 2**31 - 1  # id for an unknown end token
+NO_END = 2**31 - 1  # id for an unknown end-of-text token
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class BlockRule:
             raise UserError("engine-unsupported", why)
         bound = self.plugins.scheduler, *self.plugins.guides
         _check_ends(spec, bound)
-        self.ends = any(not {*spec.eos_ids}.isdisjoint(_ends(one)) for one in bound)  # a plug-in uses the end tokens
+        self.ends = any(not {*spec.eos_ids}.isdisjoint(_ends(one)) for one in bound)  # a plug-in uses them
         self.form = next((guide for guide in self.plugins.guides if guide.joint), None)
         if self.form is not None:
             if max_new_tokens is None:
@@ -236,12 +236,12 @@ class _Given:
 
 
 def _ends(plugin: Scheduler | Guide) -> tuple[int, ...]:
-    """Return the end tokens that a bound plug-in treats specially."""
+    """Return the end-of-text tokens that a bound plug-in treats specially."""
     return *getattr(plugin, "end_ids", ()), *(getattr(plugin, "ids", None) or ())
 
 
 def check_text(spec: ModelSpec, guides: Iterable[Guide], tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Refuse guides that judge the form of answers if the tokenizer or the end token is missing.
+    """Refuse guides that judge the form of answers if the tokenizer or the end-of-text token is missing.
 
     Raises:
         UserError: one of them is missing. The message names the guide.
@@ -253,16 +253,16 @@ def check_text(spec: ModelSpec, guides: Iterable[Guide], tokenizer: PreTrainedTo
 
 
 def _check_ends(spec: ModelSpec, plugins: Iterable[Scheduler | Guide]) -> None:
-    """Refuse plug-ins that need the end token if `spec` has none."""
+    """Refuse plug-ins that need the end-of-text token if `spec` has none."""
     for one in plugins if spec.eos_id == NO_END else ():
         if NO_END not in _ends(one) and not of_text(one):
             continue
         kind = "guide" if isinstance(one, Guide) else "scheduler"
-        raise UserError("end-token-missing", f"{kind}={named(one)} needs an end token. Set eos_token_id.")
+        raise UserError("end-token-missing", f"{kind}={named(one)} needs an end-of-text token. Set eos_token_id.")
 
 
 def model(vocab_size: int, mask_id: int | None, ends: tuple[int, ...], length: int, device: torch.device) -> ModelSpec:
-    """Return the spec of a block-causal model that another engine runs. Unknown end tokens are empty `ends`."""
+    """Return the spec of a block-causal model that another engine runs. Unknown end-of-text tokens are empty `ends`."""
     eos_id, *others = ends or (NO_END,)
     return ModelSpec(
         vocab_size=vocab_size,

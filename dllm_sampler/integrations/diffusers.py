@@ -128,8 +128,8 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         block_length: W, positions of a block, unless the pipeline's call sets it.
         mask_token_id: the mask token, unless the pipeline passes one. If neither does, noise is random tokens
             (DiffusionGemma).
-        eos_token_id: the end token, or a list of them, for schedulers and guides that treat end tokens specially. By
-            default the tokenizer's.
+        eos_token_id: the end-of-text token, or a list of them, for schedulers and guides that treat end-of-text tokens
+            specially. By default the tokenizer's.
         guide, temperature, top_k, top_p, compat: as for `BlockRule`. The pipeline's own settings of these names have no
             effect.
         tokenizer, max_new_tokens: for a guide that judges the form of answers, the pipeline's `tokenizer` and
@@ -292,7 +292,8 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         prompt_length: int,
         **_: Any,
     ) -> Tensor:
-        """Return `[B] bool` rows that are over: `finished` ones, and those with an end token without a mask before it.
+        """Return `[B] bool` rows that are over: `finished` ones, and those with an end-of-text token and no mask before
+        it.
 
         With a scheduler that remasks tokens, the row's block must be complete, too. Called by diffusers 0.42.
         """

@@ -19,7 +19,7 @@ from dllm_sampler.core.values import Canvas
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OF_BYTES = 258, 257, 256  # the vocabulary, the mask and the end token of a model whose tokens are bytes
+OF_BYTES = 258, 257, 256  # the vocabulary, the mask and the end-of-text token of a model whose tokens are bytes
 
 
 @dataclass(frozen=True)

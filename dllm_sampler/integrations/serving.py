@@ -67,7 +67,7 @@ class Model(NamedTuple):
     """Facts about the model, taken from a request."""
 
     vocab_size: int
-    ends: tuple[int, ...] = ()  # end tokens of the engine, the model's own first
+    ends: tuple[int, ...] = ()  # end-of-text tokens of the engine, the model's own first
     tokenizer: Any = None
 
 
@@ -231,7 +231,7 @@ class Serving:
 
 
 def _within(ends: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    """Return the end tokens within the vocabulary of the logits. A tokenizer may have more tokens."""
+    """Return the end-of-text tokens within the vocabulary of the logits. A tokenizer may have more tokens."""
     return tuple(end for end in ends if end < vocab_size)
 
 

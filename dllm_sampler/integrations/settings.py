@@ -103,7 +103,7 @@ class Settings:
         """Build the rule that decides over blocks of `length`.
 
         Args:
-            ends: end tokens of the model, empty if unknown.
+            ends: end-of-text tokens of the model, empty if unknown.
             sampling: sampling settings of a request. By default those of this object.
             guides: guides to use instead of the settings'. One that judges forms needs the `tokenizer`.
             warn: pass on the warnings of `BlockRule`. `checked` does this once.

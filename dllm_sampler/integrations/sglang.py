@@ -48,7 +48,7 @@ NOT_FINITE = (
     "the model returned NaN or infinite logits; check the weights and the dtype (float16 overflows where bfloat16 does"
     " not)"
 )
-NOT_SHOWN = "SGLang has not validated the request, so its length and end token are unknown"
+NOT_SHOWN = "SGLang has not validated the request, so its length and end-of-text token are unknown"
 ENDLESS = "its block is not decoded after the most forwards that it can need (compat: true lets the model choose masks)"
 
 logger = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ def _model(request: Any) -> Model:
 
     tokenizer, listed = request.tokenizer, request.eos_token_ids or ()
     also = [getattr(tokenizer, "eos_token_id", None), *(getattr(tokenizer, "additional_stop_token_ids", None) or ())]
-    # SGLang lists end tokens in no order. If there are several, the tokenizer's comes first.
+    # SGLang lists end-of-text tokens in no order. If there are several, the tokenizer's comes first.
     found = (*(also[:1] if len(listed) != 1 else ()), *sorted(listed), *also)
     ends = end_ids(one for one in found if one is not None)
     return Model(request.vocab_size, ends, tokenizer)

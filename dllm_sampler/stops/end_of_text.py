@@ -17,16 +17,16 @@ Mode = Literal["resolved", "predicted"]
 
 @dataclass(frozen=True)
 class EndOfText(TruncateStop):
-    """A cut of the canvas after the end of text: a committed end token, or a predicted one.
+    """A cut of the canvas after the end of text: a committed end-of-text token, or a predicted one.
 
     Source: End-of-Text prediction of Learn2PD, arXiv 2509.25188. `resolved` is the paper's rule. It cuts after a
-    committed end token, as `TruncateStop` does. `predicted` is the published code's rule. In a step that commits no end
-    token, it also cuts after the mask with the most confident predicted one, anywhere on the canvas. The code requires
-    no confidence (`min_conf=0`), and can cut after the first forward.
+    committed end-of-text token, as `TruncateStop` does. `predicted` is the published code's rule. In a step that
+    commits no end-of-text token, it also cuts after the mask with the most confident predicted one, anywhere on the
+    canvas. The code requires no confidence (`min_conf=0`), and can cut after the first forward.
 
     Args:
         mode: `resolved` or `predicted`.
-        min_conf: probability that a predicted end token must reach. Above 1, none does. Only `predicted` uses it.
+        min_conf: probability that a predicted end-of-text token must reach, for `predicted`. Above 1, none does.
     """
 
     mode: Mode = "resolved"

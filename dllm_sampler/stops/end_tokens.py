@@ -1,4 +1,4 @@
-"""Stops at a committed end token. docs/schedulers.md compares the rules."""
+"""Stops at a committed end-of-text token. docs/schedulers.md compares the rules."""
 
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
@@ -24,7 +24,7 @@ def first_of(chosen: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class NoStop(Stop):
-    """No stop: the whole canvas is decoded, and the text is cut at the first end token (LLaDA's default)."""
+    """No stop: the whole canvas is decoded, and the text is cut at the first end-of-text token (LLaDA's default)."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class _EosStop(Stop):
         return with_bound_fields(self, end_ids=context.spec.eos_ids)
 
     def ends(self, after: Canvas) -> Tensor:
-        """Return `[B, L+1] bool` the committed end tokens of the generation."""
+        """Return `[B, L+1] bool` the committed end-of-text tokens of the generation."""
         return is_end(after.ids, self.end_ids) & ~after.masked & ~after.layout.frozen & after.seen()
 
 
@@ -47,7 +47,7 @@ def with_finish(edit: Edit, finish: Tensor) -> Edit:
 
 @dataclass(frozen=True)
 class BlockStop(_EosStop):
-    """A stop after a complete block that contains an end token. Everything after the block becomes padding.
+    """A stop after a complete block that contains an end-of-text token. Everything after the block becomes padding.
 
     Raises:
         UserError: in `bind`, if several blocks are open at once, or a window slides.
@@ -71,7 +71,7 @@ class BlockStop(_EosStop):
 
 @dataclass(frozen=True)
 class PrefixStop(_EosStop):
-    """A stop once an end token is committed and no mask remains before it. No token before it changes.
+    """A stop once an end-of-text token is committed and no mask remains before it. No token before it changes.
 
     With a scheduler that remasks tokens (`edit.remask`) the row stops only once its block is over.
     """
@@ -85,7 +85,7 @@ class PrefixStop(_EosStop):
 
 @dataclass(frozen=True)
 class TruncateStop(_EosStop):
-    """A cut of the canvas after a committed end token. The model no longer sees later masks.
+    """A cut of the canvas after a committed end-of-text token. The model no longer sees later masks.
 
     With a scheduler that remasks tokens (`edit.remask`) the canvas is cut only once the block is over.
     """

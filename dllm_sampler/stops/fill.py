@@ -1,4 +1,4 @@
-"""d3LLM's early stop: an end token overwrites everything after it."""
+"""d3LLM's early stop: an end-of-text token overwrites everything after it."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -14,19 +14,19 @@ from dllm_sampler.stops.end_tokens import PrefixStop, first_of
 
 @dataclass(frozen=True)
 class FillStop(PrefixStop):
-    """A stop that writes end tokens everywhere after a committed one, and ends the row once no mask is before it.
+    """A stop that writes end-of-text tokens after a committed one, and ends the row once no mask is before it.
 
-    Source: the early stop of d3LLM, arXiv 2601.07568. The model's first end token is written. The model sees end tokens
-    where masks were (with `stop=truncate` it sees nothing there). An end token that is committed farther left fills
-    again. In the published code one forward may still commit masks after an end token. With a scheduler that remasks
-    (`edit.remask`), it fills once the block is over.
+    Source: the early stop of d3LLM, arXiv 2601.07568. The model's first end-of-text token is written. The model sees
+    end-of-text tokens where masks were (with `stop=truncate` it sees nothing there). An end-of-text token that is
+    committed farther left fills again. In the published code one forward may still commit masks after an end-of-text
+    token. With a scheduler that remasks (`edit.remask`), it fills once the block is over.
     """
 
     fills: ClassVar[bool] = True
     predicts: ClassVar[bool] = False
 
     @override
-    def positions(self, canvas: Canvas) -> Tensor:  # an end token may be committed from the first mask on
+    def positions(self, canvas: Canvas) -> Tensor:  # an end-of-text token may be committed from the first mask on
         return (canvas.columns() > canvas.frontier()[:, None]) & canvas.seen() & ~canvas.layout.frozen
 
     @override
@@ -46,5 +46,5 @@ class FillStop(PrefixStop):
         )
 
     def may_fill(self, after: Canvas, edit: Edit) -> Tensor:
-        """Return `[B] bool` rows that are filled in this step if they have an end token."""
+        """Return `[B] bool` rows that are filled in this step if they have an end-of-text token."""
         return torch.ones_like(after.done) if edit.remask is None else after.block_over(edit)

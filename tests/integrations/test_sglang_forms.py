@@ -152,7 +152,7 @@ class NoEnd:
 def test_requests_without_a_tokenizer_are_refused(registered: str) -> None:
     one = algorithm(sglang.NAME, {"scheduler": "threshold", "guide": REGEX}, True)
     assert "guide=" in one.validate_request(Req(Request([5], 9)))
-    assert "needs an end token" in one.validate_request(Req(Request([5], 9), NoEnd(), ()))
+    assert "needs an end-of-text token" in one.validate_request(Req(Request([5], 9), NoEnd(), ()))
     assert one.validate_request(Req(Request([5], 9), toys.tokenizer())) is None
 
 

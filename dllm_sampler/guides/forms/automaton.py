@@ -34,8 +34,8 @@ ByteAutomaton = tuple[int, list[int], dict[int, dict[int, int]]]  # first state,
 class Automaton:
     """A minimal deterministic automaton over tokens. Tokens of one class have the same moves.
 
-    An end token leads from an accepting state to one after which anything may follow. Special tokens add nothing to a
-    text and move no state. The last state is dead: no text that leads there can be completed.
+    An end-of-text token leads from an accepting state to one after which anything may follow. Special tokens add
+    nothing to a text and move no state. The last state is dead: no text that leads there can be completed.
     """
 
     moves: Tensor  # [S+1, C] int64: the state after a token of each class
@@ -253,7 +253,7 @@ def _shortest(moves: Tensor, accepts: Tensor, start: int) -> int:
 def _kinds(step: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Return `[S, C]` the next state by kind of token, and `[V]` the kind of each token.
 
-    End tokens and the mask have kinds of their own. The end tokens' column is the last one, and empty.
+    End-of-text tokens and the mask have kinds of their own. The end-of-text tokens' column is the last one, and empty.
     """
     dead = len(step) - 1
     texts = sorted({*recipe.tokens, b""})

@@ -77,7 +77,7 @@ class Lattice:
     window: Window
     state: Tensor  # [N] at the window's first position
     unasked: Tensor  # [N, L] bool: a mask that the query does not contain
-    sizes: Tensor  # [C+2] `Edges.sizes`, or [N, L+1, C+2] if given tokens exclude end tokens at some positions
+    sizes: Tensor  # [C+2] `Edges.sizes`, or [N, L+1, C+2] if given tokens exclude end-of-text tokens at some positions
 
     @staticmethod
     def of(edges: Edges, canvas: Canvas, head_rows: HeadRows, mask_id: int | None, end_ids: tuple[int, ...]) -> Lattice:
@@ -271,7 +271,7 @@ def choose(
         logits: `[R, V]`.
         noisy: the same with noise. The same object if nothing is drawn.
         whole: logits and noisy logits before any guide forbade tokens. They decide if no allowed token fits.
-        end_ids: the end tokens that must not come before given tokens (`Layout.given`).
+        end_ids: the end-of-text tokens that must not come before given tokens (`Layout.given`).
     """
     lattice, tops = Lattice.of(edges, canvas, head_rows, mask_id, end_ids), Tops.of(edges, noisy)
     score = _relative(tops.classes, noisy.gather(1, tops.free[:, None]))

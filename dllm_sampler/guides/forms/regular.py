@@ -32,9 +32,9 @@ class Form(Guide):
     The predicted tokens of a step are those of one string that has the form and the decided tokens. It is the best such
     string, or under a temperature an exact draw among all of them. Whatever part of this string the scheduler commits,
     the rest can be completed. So an answer that comes to its end has the form. Positions that a step does not ask about
-    count as uniform. After an end token any token is allowed. If other guides leave no token that fits, the choice is
-    made without them. On a model without a mask token, a scheduler that revises tokens draws the block again in each
-    step. Then only finished blocks bind the string.
+    count as uniform. After an end-of-text token any token is allowed. If other guides leave no token that fits, the
+    choice is made without them. On a model without a mask token, a scheduler that revises tokens draws the block again
+    in each step. Then only finished blocks bind the string.
 
     Source: forward filtering and backward sampling of hidden Markov models, over the token automaton of constrained
     decoding (arXiv 2307.09702). The expression is compiled by outlines-core, and tokens are taken as bytes.

@@ -22,7 +22,7 @@ class Filling:
     Args:
         language: the language of the full texts.
         ids: a token for each text that a token has.
-        end_id: the end token.
+        end_id: the end-of-text token.
     """
 
     language: Language
@@ -38,8 +38,8 @@ class Filling:
         """Return tokens for the masks among `words`, in their order, so that the whole is a text of the language.
 
         The text has the fewest bytes, letters and digits first, if it is found in `SHORT` steps. It ends at the first
-        end token, which may replace a mask. From there on masks get end tokens. An end token before decided tokens is
-        used only if nothing else is found.
+        end-of-text token, which may replace a mask. From there on masks get end-of-text tokens. An end-of-text token
+        before decided tokens is used only if nothing else is found.
 
         Args:
             words: the bytes of each position's token, None for a mask, or `END`.

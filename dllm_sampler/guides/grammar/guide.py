@@ -127,7 +127,8 @@ class Grammar(Guide):
                 else:
                     commit[row, at] = False
                     refused[row] += 1
-            # A scheduler remasks fewer tokens than it commits, but some are refused. After an end token all is allowed.
+            # A scheduler remasks fewer tokens than it commits, but some are refused. After an end-of-text token all is
+            # allowed.
             if remask is not None and (refused[row] or not self._opens(text, wanted, remask[row])):
                 remask[row] = False
             if kept or not any(at in wanted.masks for at in wanted.commits):

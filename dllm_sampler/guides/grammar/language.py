@@ -86,8 +86,8 @@ class Language:
     def feasible(self, words: Sequence[Word]) -> bool:
         """Return True if a partial text can be completed to one of the language.
 
-        A run of masks may become any text, whatever its length. Words after the first end token are ignored. Without an
-        end token any text may follow. An empty list is not feasible.
+        A run of masks may become any text, whatever its length. Words after the first end-of-text token are ignored.
+        Without an end-of-text token any text may follow. An empty list is not feasible.
 
         A partial text that needs more than `PRODUCTS` steps counts as not feasible. True is never wrong.
 

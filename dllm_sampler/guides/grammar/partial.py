@@ -17,7 +17,7 @@ class End(Enum):
     END = "end"
 
 
-END = End.END  # an end token
+END = End.END  # an end-of-text token
 Word = bytes | None | End  # of a position: the bytes of its token, None for a mask, or `END`
 
 
@@ -37,9 +37,9 @@ class Partial:
 
     @staticmethod
     def of(words: Sequence[Word]) -> Partial:
-        """Return the text before the first end token. A run of masks is one gap, whatever its length.
+        """Return the text before the first end-of-text token. A run of masks is one gap, whatever its length.
 
-        Without an end token any text may follow.
+        Without an end-of-text token any text may follow.
         """
         pieces: list[bytes] = []
         part: list[bytes] = []
