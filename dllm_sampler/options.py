@@ -69,7 +69,7 @@ def check_among(*choices: object) -> Callable[[str, object], None]:
     words = [str(one).lower() if isinstance(one, bool) else str(one) for one in choices]
 
     def check_one(name: str, value: object) -> None:
-        if not any(value == one and type(value) is type(one) for one in choices):
+        if not any(type(value) is type(one) and value == one for one in choices):
             raise invalid(name, value, f"Set {', '.join(words[:-1])} or {words[-1]}", "choice-unknown")
 
     return check_one

@@ -21,10 +21,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
+from typing_extensions import override
 
 from dllm_sampler import config
 from dllm_sampler.core.checks import check_count
-from dllm_sampler.errors import NotFiniteError, UserError
+from dllm_sampler.errors import NotFiniteError, UserError, as_typed, first_line
 from dllm_sampler.host import files
 from dllm_sampler.inputs.metrics import Metric
 from dllm_sampler.inputs.prompts import Prompt
@@ -182,6 +183,14 @@ class CommandTrainer(Trainer):
     def command(cls, line: Command) -> Path:
         """Train and save with the settings of `dllm-train`, and return the file or folder of the result."""
         raise NotImplementedError
+
+    @override
+    def create_scheduler(self, *given: Any, **how: Any) -> Any:
+        try:
+            return super().create_scheduler(*given, **how)
+        except TypeError as error:  # transformers does not check them
+            said = f"train.lr_scheduler_kwargs={as_typed(self.args.lr_scheduler_kwargs)}: {first_line(error)}"
+            raise UserError("option-type", f"{said}. Correct them.") from error
 
 
 class DiffusionTrainer(CommandTrainer):

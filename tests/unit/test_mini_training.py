@@ -105,6 +105,12 @@ def test_mistakes_get_one_sentence(
     assert sentence in err
 
 
+def test_settings_of_the_learning_rate_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words(tmp_path / "run", "train.lr_scheduler_kwargs.min_lr_ratio=")) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("dllm-train: train.lr_scheduler_kwargs={") and "min_lr_ratio: ''}" in err
+
+
 def test_help_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     page = capsys.readouterr().out
