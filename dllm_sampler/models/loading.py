@@ -256,7 +256,7 @@ def find(
         raise UserError(
             "hub-unreachable",
             f"The model {name} is not on this machine, and cannot be downloaded ({reason}). Run `hf download {wanted}`"
-            f" when there is a network, or set {option} to a folder that contains the model.",
+            f" where there is a network, or set {option} to a folder that contains the model.",
         ) from None
 
 
