@@ -126,7 +126,7 @@ def _defaults(root: str) -> tuple[tuple[str, Any], ...]:
 
 
 def comment(text: str) -> str:
-    """Return the first comment in the text of a YAML file, or "" without a comment."""
+    """Return the first line of a YAML file that begins with `# `, without it and unless `@package` follows, or ""."""
     found = re.search(r"^# (?!@package)(.+)", text, re.MULTILINE)
     return found[1].strip() if found else ""
 

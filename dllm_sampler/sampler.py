@@ -397,12 +397,12 @@ class Sampler:
         pinned: Pinned | None = None,
         **options: Unpack[SamplerOptions],
     ) -> Iterator[Commits]:
-        """Answer a batch of prompts, and yield the canvas after every `every` steps. The last item has the result.
+        """Answer a batch of prompts. Yield the canvas once in `every` steps, and after the last step with the result.
 
         Each item is copied from the device. The other arguments are as in `generate`.
 
         Raises:
-            UserError: as `generate`, or `particles` would decode several rows for each prompt.
+            UserError: as `generate`, or `every` is below 1, or `particles` would decode several rows for each prompt.
             NotFiniteError: as `generate`.
         """
         check_count("every", every)

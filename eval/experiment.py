@@ -49,7 +49,7 @@ class Trial:
 
     words: the words that select it, besides those of every trial
     score: mean over tasks, on the samples of the search. None if it cannot run
-    speed: the value of `tune.measure` on these samples. None if it cannot run
+    speed: the value of `tune.measure` on these samples. None if it cannot run, or an earlier version did not store it
     reason: the reason that it does not qualify. Empty if it does
     """
 

@@ -134,7 +134,7 @@ class RunFolder:
         return set(self._lines())
 
     def count(self) -> int:
-        """Return the number of complete lines. A sample that was run twice counts twice."""
+        """Return the number of complete lines of samples. A sample that was run twice counts twice."""
         total = 0
         for file in (*self.path.glob(PART), self.path / SAMPLES):
             with suppress(OSError):  # `records` raises the error

@@ -226,8 +226,8 @@ def jobs(words: Sequence[str]) -> list[Job]:
     """
     for word in words:
         if of_hydra(word) and (not re.match(r"[+~]*hydra[/.]launch", word) or "_target_" in word):
-            known = "Use only hydra/launcher=NAME and hydra.launcher.FIELD=VALUE, but no _target_."
-            raise UserError("option-reserved", f"{word} sets Hydra itself. {known}")
+            known = "Remove it. Only hydra/launcher=NAME and fields of hydra.launcher other than _target_ may be set"
+            raise UserError("option-reserved", f"{word} is a setting of Hydra that dllm-eval controls. {known}.")
     found: dict[str, Job] = {}
     for given in lines([word for word in words if not of_hydra(word)]):
         line = spelled_out(given)

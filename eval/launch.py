@@ -249,7 +249,7 @@ class Piece:
 
     def __call__(self, cfg: Any) -> dict[str, str]:
         """Run the share of worker `cfg.worker` (from 0), and return the reasons of refused runs by the runs' names."""
-        if self.parent is not None:
+        if self.parent not in (None, os.getpid()):  # joblib runs a single worker in this process
             end_with(self.parent)
         for name in threads.VARIABLES if self.free else ():
             os.environ.pop(name, None)  # torch has read it

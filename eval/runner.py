@@ -266,10 +266,10 @@ class Runner:
         }
 
     def _oracle(self, answered: Sequence[Answered]) -> list[int | None]:
-        """Return for each answer the fewest forwards found that lead to it, with knowledge of the answer.
+        """Return for each answer its forwards, or those of the oracle, which knows the answer, if they are fewer.
 
-        The number is at most that of the scheduler itself. Returns None for an answer that the oracle does not
-        reproduce, and for settings that it does not support.
+        Returns None for an incomplete answer, one that the oracle does not reproduce, and settings that it does not
+        support.
         """
         stop = self.plugins["stop"]
         batch, answers = [one.sample for one in answered], [one.answer for one in answered]

@@ -310,8 +310,8 @@ def tuning(words: Sequence[str]) -> tuple[Tuning, list[str]]:
     for word in words:
         if "=" not in word and not word.startswith("~"):
             raise UserError("option-syntax", f"'{word}' is not NAME=VALUE. See dllm-tune --help.")
-        if of_hydra(word) or word.startswith(("suite=", "report=", "workers=")):
-            raise UserError("option-not-applicable", f"{word} works with dllm-eval, but not in a search. Remove it.")
+        if of_hydra(word) or word.lstrip("+~").startswith(("suite=", "report=", "workers=")):
+            raise UserError("option-not-applicable", f"{word} does not work in a search. Remove it.")
     own = [word for word in words if re.match(r"[+~]{0,2}tune[.=]", word)]
     # A space may name any group and field. `Space` checks them.
     added = [f"++{word}" if word.startswith("tune.space.") else word for word in own]

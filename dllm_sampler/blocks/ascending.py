@@ -1,4 +1,4 @@
-"""ASS: blocks that double."""
+"""ASS: blocks as long as the steps of `scheduler=ascending`."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -100,9 +100,8 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
         if re.match(r"hydra([./@]|\Z)", group):
             raise UserError("option-reserved", f"{app.name} does not support {override.input_line}. Remove it.")
         if override.package is not None:
-            raise UserError(
-                "option-syntax", f"{override.input_line} has an @, which is not supported. Write {group}=VALUE."
-            )
+            way = f"Write {group}=VALUE" + ", or put -- before it if it is a prompt" * (app.name == "dllm-sample")
+            raise UserError("option-syntax", f"{override.input_line} has an @, which is not supported. {way}.")
         kind = {list: "list", dict: "mapping"}.get(type(override.value()))
         if group in app.groups and (kind == "mapping" or (kind == "list" and group not in SEVERAL)):
             takes = f"one name. Write {group}=NAME"

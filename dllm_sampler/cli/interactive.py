@@ -120,7 +120,7 @@ class Session:
         overrides = [word for word in overrides if not _idle(word, overrides)]
         for word in overrides:
             if _name(word) in _ELSEWHERE:
-                way = f"Restart dllm-sample with {word} and a prompt"
+                way = f"Leave it, and add {shlex.quote(word)} to a command"
                 raise UserError("option-not-applicable", f"{word} does not work in a session. {way}.")
         said = any(word.startswith(("stream=", "particles=")) for word in overrides)
         shown = [] if said else ["stream=true"]

@@ -91,9 +91,8 @@ class Records:
         if prompts_file is not None and files.same(self.path, Path(prompts_file).expanduser()):
             raise UserError("file-overwrite", f"output={path} would overwrite prompts_file. Name another file.")
         if self.path.suffix != ".jsonl" and _other(self.path):
-            raise UserError(
-                "file-overwrite", f"output={path} exists and holds no samples. Name another file, FILE.jsonl."
-            )
+            said = f"output={path} exists and contains no samples"
+            raise UserError("file-overwrite", f"{said}. Name another file, for example samples.jsonl.")
         self.lines = files.Lines(self.path, f"output={path}")
 
     def __enter__(self) -> Self:

@@ -234,6 +234,8 @@ class Scheduler(PlugIn):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """Judge the predictions of a step. Commit only where `canvas.eligible(query.positions)` is true.
 
+        A scheduler that `revises` may also commit over committed tokens.
+
         Args:
             canvas: the state that the forward saw. Rows of a first forward (`age` 0) have their final block.
             query: the question. A cache may have removed positions that it did not predict.
@@ -658,7 +660,8 @@ class Cache:
             spec: the model, with the end-of-text tokens of this generation.
 
         Returns:
-            a copy with buffers `[B, L+1, Hkv, Dh]` of its own, in the model's type and on its device.
+            a copy with a state of its own. Stored keys and values are in the model's type and on its device, for most
+            caches `[B, L+1, Hkv, Dh]` in each layer.
 
         Raises:
             UserError: this is a live copy already.

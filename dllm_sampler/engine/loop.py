@@ -29,7 +29,7 @@ class Engine:
     Args:
         entropy: record the entropy of each committed prediction.
         samples: this many consecutive rows have the same prompt.
-        compile: compile the parts of a step outside the model and the readout with `torch.compile`.
+        compile: use `torch.compile` for the parts of a step that commit predictions and ask for the next forward.
     """
 
     multiple: ClassVar[int] = 1  # the number of columns of a canvas is a multiple of it

@@ -140,10 +140,9 @@ def warn_of_forwards(plugins: Plugins, result: Result) -> bool:
     scheduler, path = plugins.scheduler, "scheduler"
     while isinstance(scheduler, Around):
         scheduler, path = scheduler.inner, path if hasattr(scheduler, "stands_for") else f"{path}.inner"
-    other = "" if named(scheduler) == "fixed" else f", or {path}=fixed"
     warnings.warn(
-        f"{path}.steps={steps} was exceeded: {path}={named(scheduler)} made {made} forwards to commit all tokens, at"
-        f" least one for each block. For fewer forwards, use longer blocks{other}.",
+        f"{path}.steps={steps} was exceeded: {path}={named(scheduler)} made {made} forwards to commit all tokens. Each"
+        " block takes at least one, so longer blocks may need fewer.",
         NoEffectWarning,
         stacklevel=4,
     )

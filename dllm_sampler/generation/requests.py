@@ -243,7 +243,7 @@ def seeds(given: int | Sequence[int], count: int) -> list[int]:
     """Return the seed of each of `count` answers: `given + i` for answer i, or entry i of a list.
 
     Raises:
-        UserError: a seed has more than 64 bits, or a list does not have one seed for each answer.
+        UserError: a seed is not a whole number of at most 63 bits, or a list does not have one for each answer.
     """
     found = whole_numbers("seed", given)
     mismatch = length_mismatch("seed", found, "answer", count)

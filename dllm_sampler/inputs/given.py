@@ -7,7 +7,6 @@ length.
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -168,7 +167,7 @@ def templates(answers: str | Sequence[str], given: Prompt | Sequence[Prompt] | N
         raise UserError("option-type", "infill has no texts. Give at least one with a gap, as in {gap:8}.")
     for number, text in enumerate(texts, 1):
         if not isinstance(text, str):
-            way = "Give text with a gap, as in {gap:8}, or generate from Infill([5, -1]) for token ids."
+            way = "Give text with a gap, as in {gap:8}, or call generate(Infill([5, -1])) for token ids."
             raise UserError("option-type", f"infill: text {number} is {short(repr(text))}. {way}")
     if given is None:
         return [Infill(text) for text in texts]
@@ -176,7 +175,7 @@ def templates(answers: str | Sequence[str], given: Prompt | Sequence[Prompt] | N
     texts = texts * len(known) if len(texts) == 1 else texts
     if len(known) != len(texts):
         sizes = f"{counted(len(texts), 'text')} for {counted(len(known), 'prompt')}"
-        raise UserError("length-mismatch", f"infill has {sizes}. Give one text for each prompt, or one for all.")
+        raise UserError("length-mismatch", f"infill has {sizes}. Give as many prompts as texts, or one text for all.")
     return [Infill(text, prompt) for text, prompt in zip(texts, known, strict=True)]
 
 
@@ -201,12 +200,11 @@ def refined(answers: Any, spans: Span | Sequence[Span], given: Prompt | Sequence
 
 
 def _row(answer: Any, number: int) -> list[int]:
-    try:
-        return [operator.index(token) for token in answer]
-    except TypeError:
-        raise UserError(
-            "option-type", f"refine: answer {number} is {short(repr(answer))}. Give a result or token ids."
-        ) from None
+    ids = answer.tolist() if isinstance(answer, Tensor) else answer
+    if not isinstance(ids, list | tuple) or not all(map(is_whole, ids)):
+        said = f"refine: answer {number} is {short(repr(answer))}"
+        raise UserError("option-type", f"{said}. Give a result, outside of a list, or token ids.")
+    return list(ids)
 
 
 def _without(row: Sequence[int], spans: Any, number: int) -> list[int]:

@@ -113,10 +113,9 @@ class Metric:
         try:
             given = self.call(text=text, answer=answer, prompt=prompt, ids=list(ids), line=dict(line))
         except (Exception, SystemExit) as error:  # whatever the user's function raises
-            said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            raise UserError(
-                "function-failed", f"{where}: {self.setting}={self.name} raised {said}. Correct it."
-            ) from error
+            reason = " ".join(str(error).split()).rstrip(".")
+            said = f"{self.setting}={self.name} raised {type(error).__name__}{f': {reason}' * bool(reason)}"
+            raise UserError("function-failed", f"{where}: {said}. Correct the function.") from error
         named = given if isinstance(given, Mapping) else {"score": given}
         try:
             found = {str(name): float(value) for name, value in named.items()}

@@ -367,9 +367,9 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         rows = left.any(1)
         if bool((rows & ~self._finished).any()):
             warnings.warn(
-                f"scheduler={named(self._rule.plugins.scheduler)} needs more than"
-                f" num_inference_steps={self.num_inference_steps} for a block: the last step committed all masks. Raise"
-                " num_inference_steps, or change the scheduler's settings.",
+                f"scheduler={named(self._rule.plugins.scheduler)} needs more steps for a block than"
+                f" num_inference_steps={self.num_inference_steps}, so the last step committed all masks that were left."
+                " Raise num_inference_steps, or change the scheduler's settings.",
                 stacklevel=3,
             )
         assert self._state is not None
@@ -412,7 +412,7 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
             said = [f"{name}={others[name]}" for name in UNSAID if others.get(name, UNSAID[name]) != UNSAID[name]]
             if said:
                 warnings.warn(
-                    f"{', '.join(said)} of the pipeline has no effect. Give settings to DllmScheduler, as in"
+                    f"DllmScheduler ignores {', '.join(said)} of the pipeline. Give settings to DllmScheduler, as in"
                     ' DllmScheduler({"name": "threshold", "threshold": 0.8}, temperature=1.0).',
                     stacklevel=3,
                 )

@@ -118,7 +118,7 @@ class Serving:
         self._rule, self._guides = lru_cache(RULES)(self._make), lru_cache(DEVICES)(self._bound)
 
     def obstacle(self, sampling: Sampling, model: Model) -> str | None:
-        """Return the reason that a request with this model and sampling cannot be served, or None if it can."""
+        """Return the reason that a request cannot be served. Returns None if it can, and stores `model`."""
         try:
             self._rule(sampling, model, model.vocab_size, CPU, torch.float32)
             self.model = model

@@ -120,6 +120,12 @@ def check(
         assert family is not None
         held = family.held(network.state_dict(), network.config)
         known = {name.rpartition(".")[0] for name in held}
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PromptLearningConfig
+
+    kinds: dict[Any, type] = PEFT_TYPE_TO_CONFIG_MAPPING
+    if issubclass(kinds.get(str(raw.get("peft_type")), object), PromptLearningConfig):
+        said = f"{folder / CONFIG}: peft_type {shown(raw['peft_type'])} adds no weights to merge"
+        raise UserError("adapter-unsupported", f"{said}. Use an adapter that does, for example LoRA.")
     touched = _modules(tensors, known, folder)
     _refuse_shared(network, held, touched, folder)
     return raw, tensors, held, touched
@@ -219,12 +225,6 @@ def _merged(network: nn.Module, raw: dict[str, Any], tensors: dict[str, Tensor],
     try:
         config = PeftConfig.from_pretrained(str(folder))
         config.task_type, config.inference_mode = None, True  # a task would ask for a model of transformers
-        if config.is_prompt_learning:
-            raise UserError(
-                "adapter-unsupported",
-                f"{source}: peft_type {shown(raw.get('peft_type'))} adds no weights to merge. Use an adapter that does,"
-                " for example LoRA.",
-            )
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is wrong is an error below
             model = PeftModel(network, config)

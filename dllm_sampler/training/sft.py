@@ -95,7 +95,7 @@ class MaskedDiffusionTrainer(DiffusionTrainer):
         return super().sampler(**rule | settings)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, *_: Any, **__: Any) -> Any:
-        """Return the mean loss of the rows. A held-out row always has the same two complementary masks."""
+        """Return the mean loss of the rows. A held-out row always has the same noise."""
         some: list[Row] = inputs["rows"]
         step = self.state.global_step if model.training else "held"
         loss = self.loss_of(model, some, Dice([self.seed_of("noise", step, row.number) for row in some]))

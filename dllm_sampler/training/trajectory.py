@@ -111,7 +111,7 @@ class Trajectories:
         return self.items().split(max(1, batch_tokens // width))
 
     def chunks(self, batch_tokens: int) -> Iterator[Chunk]:
-        """Yield the forwards of all items, each of at most `batch_tokens` columns, which bound the memory."""
+        """Yield the forwards of all items. Each has at most `batch_tokens` columns, or a single item."""
         yield from map(self.chunk, self.parts(batch_tokens))
 
     def chunk(self, items: Tensor) -> Chunk:

@@ -41,7 +41,7 @@ def load(kind: str, data: Data, split: str, given: str | None) -> list[Document]
     for number, document in enumerate(found, 1):
         check(kind, document, f"{where}: document {number} of split {split}")
     if not found:
-        raise UserError("samples-missing", f"{where} has no documents of split {split}. Name other task.data.")
+        raise UserError("samples-missing", f"{where}: split {split} is empty. Set task.data to documents of it.")
     return found
 
 
@@ -119,8 +119,9 @@ def read(file: Path) -> Sequence[Document]:
     try:
         rows: Any = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        said = f"{file} cannot be read ({first_line(error)})"
-        raise UserError("file-unreadable", f"{said}. Correct it, or name it .jsonl if it has JSON lines.") from error
+        way = "Correct it, or rename it to end in .jsonl if it contains JSON lines"
+        way = "Replace the file" if isinstance(error, OSError) else way
+        raise UserError("file-unreadable", f"{file} cannot be read ({first_line(error)}). {way}.") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError("file-invalid", f"{file} is not a list of JSON objects. Write [{{...}}, ...].")
     return rows

@@ -11,7 +11,7 @@ from typing import Any
 
 from dllm_sampler.cli.inputs import file_records
 from dllm_sampler.core.checks import is_real
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, short
 from dllm_sampler.eval.protocols import data, grading, prompts, spec
 from dllm_sampler.eval.protocols.prompts import Document, Message, Prompt
 from dllm_sampler.eval.protocols.spec import Cell
@@ -118,7 +118,8 @@ def _cell(where: str, line: Line) -> Cell:
         named = [cell for cell in cells if Path(cell.lm_eval or "").stem.replace("_", "-") == task]
         if cells:
             return (named or cells)[0]
-    raise UserError("file-invalid", f"{where}: no protocol has {variant} with task {line['task']}. Remove the line.")
+    fields = ", ".join(f"{name} {short(repr(line[name]))}" for name in ("protocol", "variant", "task"))
+    raise UserError("file-invalid", f"{where}: nothing is published with {fields}. Correct them, or remove the line.")
 
 
 def _replay_prompts(asked: Sequence[tuple[str, Line]], train: Sequence[Document], where: str) -> Iterator[Outcome]:

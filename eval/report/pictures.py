@@ -12,7 +12,7 @@ LOW, HIGH = "#2563eb", "#c2410c"
 
 
 def pictures(found: Comparison, published: bool = False) -> dict[str, bytes]:
-    """Draw every picture that the runs allow. Return PNG files by the word that their names end in."""
+    """Draw every picture that the runs allow. Return each as a PNG file, by its name, for example `front`."""
     require_matplotlib()
     drawn = {}
     if found.methods:

@@ -59,9 +59,13 @@ def _balanced(text: str) -> bool:
 
 
 def grammar_measures(text: str, grammar: str | None) -> tuple[float, dict[str, float]]:
-    """Return the measure of writing that the score uses, and all measures by name.
+    """Return the measure that the score uses, and all measures by name.
 
-    They are `fluency_proxy`, and `grammar` if the field `grammar` is set: 1 if LanguageTool finds no mistake, else 0.
+    They contain `fluency_proxy`. Unless `grammar` is None they also contain `grammar`, which the score then uses: 1 for
+    a text in which LanguageTool finds no mistake, 0 for any other or an empty one.
+
+    Raises:
+        UserError: LanguageTool cannot be used.
     """
     proxy = fluency_proxy(text)
     if grammar is None:

@@ -224,6 +224,22 @@ def test_joblib_workers(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert content(output) == content(whole)
 
 
+def test_a_single_worker_of_joblib(tmp_path: Path) -> None:
+    """joblib runs it in this process, which must not wait for a parent that is itself."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    command = [
+        "-m",
+        "dllm_sampler.eval",
+        *SMALL[1:],
+        "task.count=1",
+        "scheduler=threshold",
+        f"output={tmp_path}",
+        "hydra/launcher=joblib",
+    ]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and "2 runs in" in done.stdout, done.stderr
+
+
 def starting(line: Connection) -> None:
     """Starts a worker that has much to do."""
     worker = multiprocessing.get_context("fork").Process(target=working, args=(os.getpid(),))

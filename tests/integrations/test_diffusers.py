@@ -132,13 +132,13 @@ def test_rows_that_have_ended_do_not_hold_up_others() -> None:
 
 
 def test_the_last_step_writes_what_is_left() -> None:
-    with pytest.warns(UserWarning, match="scheduler=fixed needs more than num_inference_steps=2"):
+    with pytest.warns(UserWarning, match="scheduler=fixed needs more steps for a block than num_inference_steps=2"):
         short = run(adapter("fixed"), PROMPTS, num_inference_steps=2)
     assert short.forwards == 2 * 3 and not (short.tokens == MASK).any()
 
 
 def test_settings_of_the_pipeline_are_no_settings_of_ours() -> None:
-    with pytest.warns(UserWarning, match=r"temperature=0.5, threshold=0.9 of the pipeline has no effect"):
+    with pytest.warns(UserWarning, match=r"DllmScheduler ignores temperature=0.5, threshold=0.9 of the pipeline"):
         told = run(adapter("threshold"), PROMPTS, temperature=0.5, threshold=0.9)
     assert torch.equal(told.tokens, run(adapter("threshold"), PROMPTS).tokens)
 

@@ -179,7 +179,7 @@ def test_a_block_may_be_entered_later() -> None:
     made.set_timesteps(STEPS)
     assert made.step_index is None
     made.set_begin_index(3)
-    with pytest.warns(UserWarning, match="scheduler=threshold needs more than num_inference_steps=4"):
+    with pytest.warns(UserWarning, match="scheduler=threshold needs more steps for a block than num_inference_steps=4"):
         # What a pipeline says is not read from the timestep.
         assert (made.step(logits(), made.timesteps[0], block(), return_dict=False)[0] != MASK).all()
     assert made.step_index == STEPS

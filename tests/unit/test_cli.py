@@ -167,6 +167,7 @@ WRONG = [
     (["output=out.csv"], "output=out.csv: .csv is not JSON lines"),
     (["scheduler.threshold=[0.1"], "Cannot read the override scheduler.threshold=[0.1"),
     (["scheduler@x=fixed"], "scheduler@x=fixed has an @"),
+    (["me@home=3"], "or put -- before it if it is a prompt"),
     (["~scheduler"], "No scheduler is chosen. Add scheduler=NAME"),
     (["++scheduler.foo=1"], "scheduler=threshold has no field 'foo'"),
     (["seed=${nope}"], "Interpolation key 'nope' not found"),

@@ -167,7 +167,7 @@ def test_a_session(words: list[str], capsys: pytest.CaptureFixture[str], monkeyp
     assert "did you mean 'threshold'?" in complaints[0] and "vocabulary" in complaints[1]
     assert (
         complaints[2]
-        == "dllm-sample: target=some does not work in a session. Restart dllm-sample with target=some and a prompt."
+        == "dllm-sample: target=some does not work in a session. Leave it, and add target=some to a command."
     )
     assert "NFE 2, " in err.splitlines()[-2] and not err.endswith("step 2")
     assert [line for line in err.splitlines() if "scheduler.threshold" in line and "scheduler=fixed" in line] == []

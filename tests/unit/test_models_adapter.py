@@ -168,7 +168,8 @@ def test_adapters_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     rejects(f"adapter-incompatible: {adapter.WEIGHTS}, lora_", weights={first: tensors[first]})
     rejects(f"adapter-incompatible: {adapter.WEIGHTS}, lora_", r=3)
     rejects(f"adapter-incompatible: {folder}", peft_type="NOPE")
-    rejects("adapter-unsupported: PROMPT_TUNING", peft_type="PROMPT_TUNING", num_virtual_tokens=3)
+    prompts = {"prompt_embeddings": tensors[first]}
+    rejects("adapter-unsupported: PROMPT_TUNING", weights=prompts, peft_type="PROMPT_TUNING", num_virtual_tokens=3)
     tied = tiny.write("illada", tmp_path / "tied")
     make("lora", tied, folder, {"target_modules": ["embed_tokens"], "r": 2})
     tensors, raw = load_file(folder / adapter.WEIGHTS), json.loads((folder / adapter.CONFIG).read_text())

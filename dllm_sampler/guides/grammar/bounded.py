@@ -114,7 +114,8 @@ def automaton(grammar: Grammar, terminals: Terminals, depth: int | None, name: s
     if depth is not None and depth < 0:
         raise UserError("option-range", f"The depth {depth} is negative. Set at least 0.")
     until = time.monotonic() + SECONDS
-    where, way = (f" at depth {depth}", "Choose a smaller depth") if deep else ("", "Make the grammar simpler")
+    where = f" at depth {depth}" if deep else ""
+    way = "Choose a smaller depth" if deep and depth else "Make the grammar simpler"
 
     def check(states: int) -> None:
         if states > STATES:

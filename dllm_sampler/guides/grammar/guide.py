@@ -66,7 +66,8 @@ class Grammar(Guide):
         if not isinstance(self.grammar, str):
             raise UserError(
                 "option-type",
-                f"guide.grammar.grammar={as_typed(self.grammar)} is not a text. Set it to a file, or to json.",
+                f"guide.grammar.grammar={as_typed(self.grammar)} is not a text. Give the path of a file as a text,"
+                " or a packaged grammar, for example json.",
             )
 
     @property

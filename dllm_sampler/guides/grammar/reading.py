@@ -120,7 +120,8 @@ def read(text: str, name: str) -> Source:
             symbols = [] if part in (["$"], ["ε"]) else part
             where = f"{name}, line {number}"
             if not part:
-                raise UserError("grammar-invalid", f"{where}: a body of {head} is missing. Write $ for the empty body.")
+                way = "Write it after -> or |, remove a | that is too many, or write $ for the empty text"
+                raise UserError("grammar-invalid", f"{where}: a body of {head} is missing. {way}.")
             found.rules.setdefault(head, []).append(
                 tuple(_symbol(found, one, where, defined, heads, numbers) for one in symbols)
             )

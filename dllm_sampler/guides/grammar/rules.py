@@ -164,8 +164,9 @@ def normal(rules: Mapping[str, Sequence[Body]], start: str, possible: int, nulla
 
     Args:
         rules: the bodies of each variable.
-        possible: the terminals that have a text that is not empty.
-        nullable: the terminals that have the empty text.
+        start: the variable of whole texts.
+        possible: the terminals with a text that is not empty.
+        nullable: the terminals with the empty text.
 
     Raises:
         UserError: no word can be derived, or there are too many rules.
