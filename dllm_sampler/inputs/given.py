@@ -183,8 +183,8 @@ def refined(answers: Any, spans: Span | Sequence[Span], given: Prompt | Sequence
     """Return answers as `Infill`s in which the tokens of `spans` are free.
 
     Raises:
-        UserError: there is no answer, the spans are missing or outside of an answer, or there is not one prompt for
-            each answer.
+        UserError: answers or spans are missing, a span is outside of its answer, or the numbers of prompts and answers
+            differ.
     """
     rows = [_row(row, number) for number, row in enumerate(prompts.as_list(answers), 1)]
     if not rows:

@@ -230,7 +230,7 @@ def find(
     - `adapter_config.json`, `adapter_model.safetensors`: an adapter, which is merged into the weights
 
     Raises:
-        UserError: there is no such folder, or the hub id is unknown, gated, or not cached and cannot be downloaded.
+        UserError: the folder does not exist, or the hub id is unknown, gated, or not cached and cannot be downloaded.
     """
     folder = expanded(option, path)
     if folder.is_dir():
@@ -401,7 +401,7 @@ def as_device(device: torch.device | str, option: str = "device") -> torch.devic
     """Return a torch device from itself or its name, checked to exist. `auto` is the GPU if there is one.
 
     Raises:
-        UserError: there is no such device. The message names it as the value of `option`.
+        UserError: the device does not exist. The message names it as the value of `option`.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -508,7 +508,7 @@ def _place(name: str, places: Places) -> torch.device:
     """Return the device of our parameter `name`, by the longest prefix in `places`.
 
     Raises:
-        UserError: no prefix fits, or there is no such device.
+        UserError: no prefix fits, or the device does not exist.
     """
     prefixes = [prefix for prefix in places if not prefix or name == prefix or name.startswith(prefix + ".")]
     if not prefixes:

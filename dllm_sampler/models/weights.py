@@ -153,7 +153,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor of a checkpoint, by the tensor's name.
 
     Raises:
-        UserError: there are no safetensors (pickles are not read), a file is damaged, or the index and its shards do
+        UserError: safetensors are missing (pickles are not read), a file is damaged, or the index and its shards do
             not fit together.
     """
     if (folder / SINGLE).is_file():
