@@ -45,10 +45,8 @@ class RunFolder:
             text = (self.path / ABOUT).read_text(encoding="utf-8")
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except OSError as error:
+        except (OSError, ValueError) as error:  # also of UTF-8
             raise _unreadable(self.path / ABOUT, error) from error
-        except ValueError as error:
-            raise UserError("run-damaged", f"{self.path / ABOUT} is not UTF-8. {checked.AGAIN}") from error
         return checked.about(self.path / ABOUT, text)
 
     def begin(self, job: Job, device: str) -> None:
@@ -196,10 +194,9 @@ class RunFolder:
         return found
 
 
-def _unreadable(file: Path, error: OSError) -> UserError:
-    return UserError(
-        "file-unreadable", f"{file} cannot be read ({error.strerror}). Check its permissions, or remove it."
-    )
+def _unreadable(file: Path, error: Exception) -> UserError:
+    reason = getattr(error, "strerror", "it is not UTF-8")
+    return UserError("file-unreadable", f"{file} cannot be read ({reason}). Check its permissions, or remove it.")
 
 
 def _dump(record: Record) -> str:

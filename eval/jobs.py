@@ -22,7 +22,7 @@ from dllm_sampler.cli.compose import App, composition, parts
 from dllm_sampler.cli.user_files import choices, entry, own
 from dllm_sampler.cli.words import TEXTS, parse, readable, spelled_out
 from dllm_sampler.core.checks import check_count
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.errors import UserError
 from dllm_sampler.eval import sources
 from dllm_sampler.eval.protocols.words import is_protocol
 from dllm_sampler.eval.protocols.words import lines as protocol_lines
@@ -314,14 +314,11 @@ def _check_count(count: int, said: str) -> None:
 
 def _suite(name: str) -> dict[str, list[Any]]:
     """Return the content of a suite's file: `sweeps`, a list of lists of words, and `common`, words of all sweeps."""
-    known = [*choices("suite"), *(f"protocol/{one}" for one in choices("suite/protocol"))]
-    if name not in known:
-        raise unknown("suite", name, known)
     folder, _, file = f"suite/{name}".rpartition("/")
     suite = entry(folder, file).settings
-    if strange := [key for key in suite if key not in ("common", "sweeps")]:
+    if unknown := [key for key in suite if key not in ("common", "sweeps")]:
         raise UserError(
-            "config-invalid", f"suite={name} has the unknown key {strange[0]!r}. Keep only common and sweeps."
+            "config-invalid", f"suite={name} has the unknown key {unknown[0]!r}. Keep only common and sweeps."
         )
     form, sweeps = "[scheduler=threshold, 'scheduler.threshold=0.5,0.9']", suite.get("sweeps", [])
     if not isinstance(sweeps, list) or not sweeps:

@@ -56,11 +56,6 @@ def launch(words: Sequence[str], found: Sequence[Job], console: Console) -> dict
             f"{word} cannot be combined with accelerate launch or torchrun: both start processes. Remove one of them.",
         )
     alone = not named and workers == 1
-    if not alone and not named and f"{LAUNCHER}basic" in words:
-        raise UserError(
-            "options-conflict",
-            f"{LAUNCHER}basic starts no processes for workers={workers}. Remove one of them.",
-        )
     idle = [word for word in words if alone and of_hydra(word) and word != f"{LAUNCHER}basic"]
     if idle:
         raise UserError(

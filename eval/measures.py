@@ -128,11 +128,7 @@ def _dinfer_tokens_per_forward(records: Sequence[Record]) -> float:
     return _ratio((record.answer - record.ended for record in records), (record.nfe for record in records))
 
 
-@_measure(
-    "mean tokens / forward (dInfer)",
-    "mean over samples of answer tokens without the end-of-text token, over forwards of the row",
-    speed=True,
-)
+@_measure("mean tokens / forward (dInfer)", "mean over samples of tokens / forward (dInfer)", speed=True)
 def _dinfer_mean_tokens_per_forward(records: Sequence[Record]) -> float:
     return fmean((record.answer - record.ended) / max(1, record.nfe) for record in records)
 

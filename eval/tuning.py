@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 TUNE = App("dllm-tune", "tune", ("tune",))
 REFERENCE = ("scheduler=fixed", "cache=none")  # one token per step
-OF_TEXTS = "d3llm_tokens_per_forward"  # the one measure of speed that answers without a text lack
 USAGE = """\
 Find the fastest configuration that answers about as well as one token per step.
 
@@ -81,13 +80,6 @@ class Tuner:
         self.tuning, self.words, self.console = tuning, list(words), console
         self.base = jobs([*words, *REFERENCE])
         self.output = Path(self.base[0].options.output).expanduser()
-        for job in self.base:
-            if tuning.measure == OF_TEXTS and job.built_task.denoiser() is not None:
-                raise UserError(
-                    "option-not-applicable",
-                    f"tune.measure={OF_TEXTS} counts tokens of texts, but answers of task={job.choices['task']} are"
-                    " token ids. Set another measure.",
-                )
         from dllm_sampler.eval.launch import device  # imports torch and transformers: a mistake does not wait for them
 
         self.device = device(self.base, 0)
@@ -140,7 +132,7 @@ class Tuner:
 
         Raises:
             NotWrittenError: the database cannot be written.
-            UserError: Optuna is missing, another process runs this search, or the database is damaged or a folder.
+            UserError: Optuna is missing, another process runs this search, or the database is damaged.
         """
         try:
             import optuna
@@ -177,13 +169,10 @@ class Tuner:
 
         part = file.with_name(f".{file.name}.part")
         with files.locked(file.with_name(f".{file.name}.lock")):  # of all searches of the folder
-            if file.is_dir():
-                raise UserError("run-damaged", f"{file} is a folder. Remove it, or set another output=FOLDER.")
             if file.exists():
                 return
             for stale in file.parent.glob(f"{part.name}*"):  # sqlite's journal, too
-                with files.reported(stale):
-                    stale.unlink(missing_ok=True)
+                stale.unlink(missing_ok=True)
             RDBStorage(f"sqlite:///{part}").engine.dispose()
             files.move(part, file)
 
@@ -254,7 +243,7 @@ class Tuner:
         if speed is None:
             raise UserError(
                 "option-not-applicable",
-                f"tune.measure={OF_TEXTS} counts tokens of texts, but the model has no tokenizer. Set another measure.",
+                f"tune.measure={self.tuning.measure} counts tokens of texts, and these answers have none. Set another.",
             )
         return Found(found, chosen, score, speed)
 

@@ -18,7 +18,7 @@ from rich.progress import Progress, track
 from dllm_sampler.cli import threads
 from dllm_sampler.core.checks import check_count, check_number, check_share
 from dllm_sampler.engine.graphs import networks
-from dllm_sampler.errors import NotFiniteError, UserError, invalid
+from dllm_sampler.errors import NotFiniteError, UserError
 from dllm_sampler.eval.folders import environment
 from dllm_sampler.eval.lm_eval import likelihood
 from dllm_sampler.eval.lm_eval.counters import KEY, SCHEMA, Counter
@@ -165,12 +165,9 @@ class SamplerLM(LM):
             UserError: an option, which a task or `--gen_kwargs` sets, has a wrong value.
         """
         until, heat = kwargs.get("until") or [], kwargs.get("temperature") or 0
-        until = [until] if isinstance(until, str) else until
-        if not isinstance(until, list | tuple) or not all(isinstance(one, str) for one in until):
-            raise invalid("until", until, "Set a text or a list of texts", "option-type")
         check_count("max_gen_toks", kwargs.get("max_gen_toks"), optional=True)
         check_number("temperature", heat, finite=True)
-        until, heat = [one for one in until if one], float(heat)
+        until, heat = [one for one in ([until] if isinstance(until, str) else until) if one], float(heat)
         room = self.settings.max_new_tokens or kwargs.get("max_gen_toks") or CANVAS
         if not kwargs.get("do_sample") or not heat or "temperature" in self.settings.shortcuts:
             return self.sampler, room, until

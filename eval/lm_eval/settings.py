@@ -78,7 +78,7 @@ def parse(given: Mapping[str, Any]) -> Settings:
     """Return the settings that `--model_args` describe.
 
     Raises:
-        UserError: `pretrained` is missing, a name is unknown, ambiguous or given twice, or a value has the wrong type.
+        UserError: `pretrained` is missing, a name is unknown or ambiguous, or a value has the wrong type.
     """
     rest = {key: value for key, value in given.items() if value is not None}
     rest["pretrained"] = str(rest.get("pretrained", ""))
@@ -88,7 +88,8 @@ def parse(given: Mapping[str, Any]) -> Settings:
     named: dict[str, dict[str, Any]] = {
         group: chosen.get(group, {"name": default}) for group, default in _defaults().items()
     }
-    set_by: dict[tuple[str, str], str] = {}
+    if "block_length" in rest:
+        rest["blocks.length"] = rest.pop("block_length")
     own: dict[str, Any] = {}
     model: dict[str, Any] = {}
     for key, value in rest.items():
@@ -100,10 +101,6 @@ def parse(given: Mapping[str, Any]) -> Settings:
             model[key] = value
         else:
             group, name = _place(key, named)
-            if (group, name) in set_by:
-                both = f"{set_by[group, name]} and {key}"
-                raise UserError("options-conflict", f"--model_args: {both} are the same field. Remove one.")
-            set_by[group, name] = key
             known = config.entry(group, named[group]["name"]).settings[name]
             named[group][name] = float(value) if isinstance(known, float) and type(value) is int else value
             chosen[group] = named[group]
@@ -120,11 +117,6 @@ def _place(key: str, named: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
         group: [name for name in config.entry(group, plugin["name"]).settings if name != "_target_"]
         for group, plugin in named.items()
     }
-    if key == "block_length":
-        if "length" not in owned["blocks"]:
-            kind = named["blocks"]["name"]
-            raise UserError("option-not-applicable", f"block_length has no effect with blocks={kind}. Remove one.")
-        return "blocks", "length"
     group, dot, name = key.partition(".")
     if dot and group in owned:
         if name not in owned[group]:

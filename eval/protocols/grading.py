@@ -21,17 +21,13 @@ from dllm_sampler.eval.protocols.spec import Cell
 
 SCRIPT = "post_pass@1"  # the metric of a second script
 _MBPP_SECONDS = 10.0  # of OpenCompass
-# The rules that grade each kind of task, for `Cell.extract` and `Cell.script`.
+# The rules that grade each kind of task, for `Cell.extract`.
 _EXTRACT: Mapping[str, Sequence[str]] = {
     "gsm8k": ("lm-eval", "opencompass-last-number", "opencompass-answer-is"),
     "minerva_math": ("minerva", "opencompass-boxed", "opencompass-math-verify"),
     "humaneval": ("raw", "after-prompt", "after-prompt-sanitized", "opencompass-fence", "opencompass-indented"),
     "mbpp": ("raw", "opencompass-begin"),
 }
-_SCRIPT: Mapping[str, Sequence[str | None]] = {
-    "gsm8k": (None,), "minerva_math": (None,), "humaneval": (None, "after-prompt-sanitized", "sanitized"),
-    "mbpp": (None, "sanitized"),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,10 +107,10 @@ def take_program(rule: str, document: Document, text: str) -> str:
 
 
 def needed(cell: Cell) -> None:
-    """Check that the packages for grading are installed, and that the rules grade this kind of task.
+    """Check that the packages for grading are installed, and that `Cell.extract` grades this kind of task.
 
     Raises:
-        UserError: a package is not installed (the message has the command that installs it), or a rule does not fit.
+        UserError: a package is not installed (the message has the command that installs it), or the rule does not fit.
     """
     if cell.extract in ("minerva", "opencompass-math-verify"):
         packages.located("math")
@@ -122,25 +118,8 @@ def needed(cell: Cell) -> None:
     if cell.opencompass is not None:
         packages.located("opencompass")
     packages.lm_eval_tasks()
-    owner = f"{cell.variant}, {cell.task}"
-    for field, value, fitting in (("extract", cell.extract, _EXTRACT), ("script", cell.script, _SCRIPT)):
-        if value not in fitting[cell.kind]:
-            rules = ", ".join(filter(None, fitting[cell.kind])) or "null"
-            text = f"{owner}: {field}={value} does not grade {cell.kind}"
-            raise UserError("config-invalid", f"{text}. Set one of {rules} in the protocol's file.")
-    if cell.published not in (known := _metrics(cell)):
-        raise unknown(f"metric of {owner}", cell.published, known)
-
-
-def _metrics(cell: Cell) -> list[str]:
-    """Return the names of the metrics that `grade` gives."""
-    if cell.extract == "lm-eval":
-        return [f"exact_match,{one['name']}" for one in lm_eval_task(str(cell.lm_eval))["filter_list"]]
-    if cell.extract == "minerva":
-        return [f"{metric},{rules}" for rules in ("none", "today") for metric in ("exact_match", "math_verify")]
-    if cell.extract.startswith("opencompass"):
-        return ["correct"]
-    return ["pass_at_1,none" if cell.kind == "mbpp" else "pass@1,create_test", *[SCRIPT] * (cell.script is not None)]
+    if cell.extract not in _EXTRACT[cell.kind]:
+        raise unknown(f"extract of {cell.variant}, {cell.task}", cell.extract, _EXTRACT[cell.kind])
 
 
 class _Minerva:

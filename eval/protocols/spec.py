@@ -10,7 +10,7 @@ from typing import Any, Literal
 from dllm_sampler import config
 from dllm_sampler.cli import user_files
 from dllm_sampler.core.checks import check_count
-from dllm_sampler.errors import UserError, invalid, unknown
+from dllm_sampler.errors import UserError, unknown
 
 GROUP = "suite/protocol"
 
@@ -165,11 +165,8 @@ def load(name: str) -> Protocol:
         for task in own.tasks if own.only else dict.fromkeys([*shared.tasks, *own.tasks]):
             said = {**whole, **(shared.tasks.get(task) or {}), **rest, **(own.tasks.get(task) or {})}
             cells[variant, task] = _cell(name, variant, task, said)
-        for what, found in (("methods", methods[variant]), ("tasks", [cell for cell in cells if cell[0] == variant])):
-            if not found:
-                raise UserError("config-invalid", f"{owner}, {variant} has no {what}. Add one.")
-    if not models:
-        raise UserError("config-invalid", f"{owner} has no variants. Add one.")
+    if not cells or not all(methods.values()):
+        raise UserError("config-invalid", f"{owner} has no variants, tasks or methods. Add them.")
     return Protocol(cells, models, methods)
 
 
@@ -177,31 +174,18 @@ def _take(owner: str, given: dict[str, Any]) -> _Parts:
     """Remove the fields of `_Parts` from those of a file or a variant, and return them."""
     found = {one.name: given.pop(one.name, None) for one in fields(_Parts)}
     said = {name: value for name, value in found.items() if value is not None}
-    parts = _Parts(**config.check(owner, _Parts, said, path=f"{owner}: "))
-    for name, method in parts.methods.items():
-        each = [word for words in method.values() for word in words] if isinstance(method, Mapping) else method
-        _check_words(f"{owner}: methods.{name}", each)
-    return parts
-
-
-def _check_words(what: str, words: Sequence[str]) -> None:
-    for word in words:
-        if "=" not in word:
-            raise UserError("config-invalid", f"{what} has the word {word!r}, which is not NAME=VALUE. Correct it.")
+    return _Parts(**config.check(owner, _Parts, said, path=f"{owner}: "))
 
 
 def _cell(name: str, variant: str, task: str, said: Mapping[str, Any]) -> Cell:
     owner = f"suite=protocol/{name}, {variant}, {task}"
     given = said.get("data", {})
-    if not isinstance(given, Mapping):
-        raise invalid(f"{owner}: data", given, "Set a mapping as {path: NAME}", "option-type")
-    data = Data(**config.check(f"{owner}: data", Data, given, whole=True))
+    data = Data(**config.check(f"{owner}: data", Data, given if isinstance(given, Mapping) else {}, whole=True))
     values = {"kind": task, **said, "variant": variant, "task": task, "data": data}
     cell = Cell(**config.check(owner, Cell, values, whole=True))
     for what, value, least in (("shots", cell.shots, 0), ("skip", cell.skip, 0), ("length", cell.length, 1)):
         check_count(f"{owner}: {what}", value, least)
     check_count(f"{owner}: keep", cell.keep, optional=True)
-    _check_words(f"{owner}: settings", cell.settings)
     if (cell.lm_eval is None) == (cell.opencompass is None):
         raise UserError("config-invalid", f"{owner} does not have exactly one of lm_eval and opencompass. Set one.")
     if cell.wrap is not None and "{request}" not in cell.wrap:

@@ -142,6 +142,8 @@ class ProtocolTask(Task):
         assert tokenizer is not None
         text, counted = prompts.cut_answer(cell, list(answer.canvas), tokenizer)
         grades = dict(grading.grade(cell, sample.facts["document"], text).metrics)
+        if self.score not in grades:
+            raise unknown(f"metric of {cell.variant}, {cell.task}", self.score, grades)
         if sample.index >= cell.skip:
             row = list(answer.canvas)
             if cell.tokens == "whole-row":

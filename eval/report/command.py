@@ -1,10 +1,8 @@
 """`dllm-report`: a page, pictures and tables of the results of runs."""
 
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from dllm_sampler.cli.terminal import Parser, ending, show
 from dllm_sampler.core.checks import check_count
@@ -16,7 +14,6 @@ from dllm_sampler.host import files
 from dllm_sampler.host.paths import expanded
 
 PAGE, FIGURE = (".html", ".htm"), (".pdf", ".svg", ".png")
-TITLE, REPLAYS = "Samplers compared", 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,29 +29,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--output", metavar="FILE", help="the page; its pictures go next to it (report.html)")
     add("--csv", metavar="FILE", help="a row for each configuration and task; - is standard output")
     add("--figure", metavar="FILE", help="score against tokens per forward, for a paper: .pdf, .svg or .png")
-    add("--title", metavar="TEXT", help=f"at the top of the page ({TITLE})")
+    add("--title", default="Samplers compared", help="at the top of the page (%(default)s)")
     add("--published", action="store_true", help="show published figures of the same model and task, if there are any")
-    add("--replays", metavar="N", help=f"samples of each run that can be watched on the page ({REPLAYS})")
+    add("--replays", type=int, default=2, metavar="N", help="samples of each run that can be watched (%(default)s)")
 
     def run() -> int:
         options = parser.parse_args(arguments)
-        given = str(REPLAYS) if options.replays is None else options.replays
-        replays: Any = int(given) if re.fullmatch(r"-?\d{1,4000}", given) else given
-        check_count("--replays", replays, 0)
+        check_count("--replays", options.replays, 0)
         runs = [expanded("RUNS", path) for path in options.runs]
         table, streams = options.csv, sys.stderr if options.csv == "-" else sys.stdout
         makes_page = options.output is not None or (table is None and options.figure is None)
-        for flag in ("title", "replays") if not makes_page else ():
-            if getattr(options, flag) is not None:
-                raise UserError(
-                    "option-not-applicable",
-                    f"--{flag} is for the page, which --csv and --figure leave out. Add --output FILE, or remove it.",
-                )
-        if options.published and not makes_page and options.figure is None:
-            raise UserError(
-                "option-not-applicable",
-                "--published is for pictures, and --csv makes none. Add --output FILE or --figure FILE, or remove it.",
-            )
         page = check("--output", "report.html" if options.output is None else options.output) if makes_page else None
         figure = check("--figure", options.figure, FIGURE) if options.figure is not None else None
         if table is not None:
@@ -62,20 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if figure is not None:
             print(write_figure(runs, figure, options.published), file=streams)
         if page is not None:
-            title = TITLE if options.title is None else options.title
-            print(write(runs, page, title, replays, options.published), file=streams)
+            print(write(runs, page, options.title, options.replays, options.published), file=streams)
         return 0
 
     return ending("dllm-report", run)
 
 
 def check(name: str, output: str, suffixes: Sequence[str] = PAGE) -> Path:
-    """Return the path of a page or a figure. It is called before the work, so that a mistake shows at once.
-
-    Args:
-        name: the option in errors, for example `--output`.
-        output: the path as typed.
-        suffixes: the endings that the path may have.
+    """Return the path of a page or a figure, which the option `name` gives. It is called before the work.
 
     Raises:
         UserError: the path has another ending, is a folder, or is below a file. Or matplotlib is not installed.
@@ -99,7 +77,7 @@ def _target(name: str, output: str, suffixes: Sequence[str]) -> Path:
 
 
 def write(
-    runs: Sequence[Path], target: Path, title: str = TITLE, replays: int = REPLAYS, published: bool = False
+    runs: Sequence[Path], target: Path, title: str = "Samplers compared", replays: int = 2, published: bool = False
 ) -> str:
     """Write the page of runs and its pictures to a path from `check`, and return a line that names them.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from dllm_sampler.errors import UserError, counted
+from dllm_sampler.errors import UserError
 from dllm_sampler.eval.curves import front
 from dllm_sampler.eval.folders import ABOUT, RunFolder
 from dllm_sampler.eval.jobs import LATER, LATER_GROUPS
@@ -271,12 +271,9 @@ def read(paths: Sequence[Path]) -> list[Run]:
         runs += [Run(one.about, (), file.parent, one) for one in harness.results(file)]
     if not any(run.is_measured for run in runs):
         where = ", ".join(map(str, paths))
-        if reasons := [run.about["refused"] for run in runs if run.about["refused"]]:
-            without = f"{counted(len(reasons), 'run')} there {'has' if len(reasons) == 1 else 'have'} no figures"
-            raise UserError(
-                "samples-missing", f"No samples are under {where}. {without}, for this reason: {reasons[0]}"
-            )
-        raise UserError("samples-missing", f"No samples are under {where}. Run dllm-eval, or name another folder.")
+        refused = next((f"A run was refused: {run.about['refused']}" for run in runs if run.about["refused"]), "")
+        advice = refused or "Run dllm-eval, or name another folder."
+        raise UserError("samples-missing", f"No samples are under {where}. {advice}")
     return runs
 
 

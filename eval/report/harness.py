@@ -61,9 +61,7 @@ def results(file: Path) -> list[Result]:
             "file-unreadable", f"{file} cannot be read ({error.strerror}). Check its permissions."
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = "a field is missing or has another type"
-        if isinstance(error, ValueError):  # also of JSON and of UTF-8
-            reason = first_line(error)
+        reason = first_line(error) if isinstance(error, ValueError) else "a field is missing or has another type"
         raise UserError(
             "file-invalid",
             f"{file} has the name of a results file of lm-evaluation-harness, but is not one ({reason}). Rename it.",

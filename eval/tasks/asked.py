@@ -19,30 +19,16 @@ def _is_prompt(value: object) -> bool:
     return isinstance(value, str) or _is_ids(value) or messages
 
 
-# Attributes of a task besides `samples`, `grade` and `together`: the check of a value, and a description of right ones.
+# More attributes of a task that are checked: the check of a value, and a description of right ones.
 _RIGHT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "prompt": (_is_prompt, "text, messages or token ids"),
     "reference": (lambda one: one is None or isinstance(one, str) or _is_ids(one), "text, token ids or None"),
-    "form": (lambda one: one is None or (isinstance(one, str) and one != ""), "a regular expression or None"),
-    "source": (lambda one: one is None or isinstance(one, str), "text or None"),
-    "content": (lambda one: one is None or isinstance(one, str), "text or None"),
-    "dependency": (lambda one: one in ("low", "high", None), "'low', 'high' or None"),
-    "denoiser": (lambda one: one is None or hasattr(one, "spec"), "a Denoiser or None"),
     "max_new_tokens": (lambda one: is_whole(one) and one > 0, "a whole number of at least 1"),
-    "score": (lambda one: isinstance(one, str), "the name of a grade"),
 }
 
 
 class Asked:
-    """The user's task of `task=NAME`, with checks of what its methods and properties return.
-
-    Args:
-        task: the task.
-        name: NAME, for errors.
-
-    Raises:
-        UserError: any method or property raises it if that of the task raised an exception or returned a wrong value.
-    """
+    """The task of task=`name`, a user's, with checks of what its methods return. Other attributes are the task's."""
 
     def __init__(self, task: Task, name: str):
         self.task, self.called = task, f"task={name}"
@@ -82,7 +68,7 @@ class Asked:
         return self._samples
 
     def _check(self, place: int, sample: Sample) -> None:
-        if not is_whole(sample.index) or sample.index != place:
+        if sample.index != place:
             raise UserError(
                 "task-result", f"{self.called}: sample {place + 1} has index {sample.index!r}. Set index={place}."
             )
@@ -106,7 +92,7 @@ class Asked:
             UserError: the task raised an exception, or the grades are not numbers with its `score` from 0 to 1.
         """
         given = self._of(f"grade() of sample {sample.index + 1}", lambda: self.task.grade(sample, answer))
-        score = self.score
+        score = self.task.score
         try:
             found = {str(name): float(value) for name, value in given.items()}
         except (AttributeError, TypeError, ValueError):

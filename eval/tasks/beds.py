@@ -12,14 +12,12 @@ from typing_extensions import override
 
 from dllm_sampler.core.checks import check_count, check_positive
 from dllm_sampler.core.protocols import Denoiser
-from dllm_sampler.errors import UserError, invalid, unknown
+from dllm_sampler.errors import unknown
 from dllm_sampler.eval.tasks.base import Answer, Sample
 from dllm_sampler.eval.tasks.drawn import Drawn, Prompt
-from dllm_sampler.eval.testbeds.chain import MOST_CONCENTRATION, MarkovChain
+from dllm_sampler.eval.testbeds.chain import MarkovChain
 from dllm_sampler.eval.testbeds.denoiser import LawDenoiser
 from dllm_sampler.eval.testbeds.laws import LAWS, Listed, Shuffle
-
-MOST_BYTES = 2**30
 
 
 @dataclass
@@ -41,18 +39,8 @@ class Ideal(Drawn):
         super().__post_init__()
         if self.operation not in LAWS:
             raise unknown("task.operation", self.operation, LAWS)
-        small = {
-            "latin_square": 4,
-            "even_parity": 14,
-            "replace_random": 200,
-            "insert_random": 200,
-            "remove_random": 200,
-        }
-        most = small.get(self.operation, 1000)
-        if not 2 <= self.items <= most:
-            raise invalid(
-                "task.items", self.items, f"For task.operation={self.operation} set a number from 2 to {most}"
-            )
+        most = {"latin_square": 4, "even_parity": 14}.get(self.operation, 1000)
+        check_count("task.items", self.items, 2, most=most)
 
     @cached_property
     def law(self) -> Listed | Shuffle:
@@ -115,14 +103,7 @@ class Markov(Drawn):
         super().__post_init__()
         check_count("task.states", self.states, 2)
         check_count("task.length", self.length)
-        check_positive("task.concentration", self.concentration, "a number", most=MOST_CONCENTRATION)
-        size = 8 * (self.length + 1) * self.states**2  # bytes of `MarkovChain._powers`
-        if size > MOST_BYTES:
-            raise UserError(
-                "option-range",
-                f"task.states={self.states} and task.length={self.length} need tables of {size / 2**30:.3g} GiB. Set"
-                " smaller numbers: the limit is 1 GiB, for example 256 states and 2000 tokens.",
-            )
+        check_positive("task.concentration", self.concentration)
 
     @cached_property
     def law(self) -> MarkovChain:

@@ -8,16 +8,11 @@ from dllm_sampler.errors import UserError, first_line, installing
 
 
 def need(module: str, what: str) -> Any:
-    """Return a module of the extra `eval`.
-
-    Raises:
-        UserError: it is not installed. `what` names what needs it.
-    """
+    """Return a module of the extra `eval`, which `what` needs, or raise `UserError` if it is not installed."""
     try:
         return import_module(module)
     except ImportError:
-        package = {"rouge_score.rouge_scorer": "rouge-score"}.get(module, module)
-        raise UserError("package-missing", f"{what} needs the package {package}. Run {installing('eval')}.") from None
+        raise UserError("package-missing", f"{what} needs the package {module}. Run {installing('eval')}.") from None
 
 
 def rouge(text: str, reference: str) -> dict[str, float]:

@@ -55,7 +55,7 @@ class Unconditional(Task):
             piece is not measured.
 
     Raises:
-        UserError: a number is too small, the judge or the references cannot be used, or either lacks the other.
+        UserError: a number is too small, the judge or the references cannot be used, or references lack a judge.
     """
 
     name: ClassVar[str] = "unconditional"
@@ -69,13 +69,11 @@ class Unconditional(Task):
     def __post_init__(self) -> None:
         check_count("task.length", self.length)
         check_count("task.context", self.context, 2)
-        if self.judge is None:
-            for name, default in (("references", None), ("context", 1024)):
-                if (value := getattr(self, name)) != default:
-                    raise UserError("option-missing", f"task.{name}={value} needs a judge. Set task.judge=MODEL.")
-            return
-        _checkpoint(self.judge)  # a mistake shows before hours of work
+        if self.judge is not None:
+            _checkpoint(self.judge)  # a mistake shows before hours of work
         if self.references is not None:
+            if self.judge is None:
+                raise UserError("option-missing", "task.references needs a judge. Set task.judge=MODEL.")
             _ = self._references, _mauve()
 
     @property

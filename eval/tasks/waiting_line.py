@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from dllm_sampler.errors import UserError, as_typed, first_line, invalid, short
+from dllm_sampler.errors import invalid
 from dllm_sampler.eval.tasks import listing
 from dllm_sampler.eval.tasks.base import Answer, Sample
 from dllm_sampler.eval.tasks.drawn import Drawn, Prompt, chat
@@ -44,8 +44,16 @@ class WaitingLine(Drawn):
         super().__post_init__()
         if not self.items or min(self.items) < 2 or max(self.items) > len(GIVEN):
             raise invalid("task.items", self.items, f"Set a list of numbers from 2 to {len(GIVEN)}, for example [3,4]")
-        if self.template is not None:
-            self._check_template(self.template)
+        if self.template is None:
+            return
+        wanted = [name for name in ("queue", "word", "index") if f"{{{name}}}" in FRAME + self.task]
+        try:
+            found = {name for _, name, _, _ in Formatter().parse(self.template) if name is not None}
+        except ValueError:  # for example for a brace without its other one
+            found = set()
+        if found != set(wanted):
+            way = f"Use {{{'}, {'.join(wanted)}}}, and write {{{{ and }}}} for braces of the text"
+            raise invalid("task.template", self.template, way, "option-syntax")
 
     @property
     def max_new_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -106,28 +114,6 @@ class WaitingLine(Drawn):
         index = rng.randrange(self.places(n))
         facts = {"queue": queue, "word": word if self.adds else "", "index": index}
         return facts, self.edit(queue, word, index)
-
-    def _check_template(self, template: str) -> None:
-        wanted = [name for name in ("{queue}", "{word}", "{index}") if name in FRAME + self.task]
-        try:
-            parts = [part for part in Formatter().parse(template) if part[1] is not None]
-        except ValueError as error:
-            raise UserError(
-                "option-syntax",
-                f"task.template={as_typed(template)} cannot be read ({first_line(error)}). Use only"
-                f" {', '.join(wanted)}, and write {{{{ and }}}} for braces of the text.",
-            ) from None
-        fields = [f"{{{name}{f'!{kind}' * bool(kind)}{f':{form}' * bool(form)}}}" for _, name, form, kind in parts]
-        for name in fields:
-            if name not in wanted:
-                raise UserError(
-                    "option-syntax",
-                    f"task.template has {short(name)}, which task={self.name} does not fill. Use only"
-                    f" {', '.join(wanted)}, and write {{{{ and }}}} for braces of the text.",
-                )
-        for name in wanted:
-            if name not in fields:
-                raise UserError("option-syntax", f"task.template={as_typed(template)} has no {name}. Add it.")
 
     def _message(self, queue: str, word: str, index: int) -> str:
         text = FRAME.replace("{task}", self.task) if self.template is None else self.template

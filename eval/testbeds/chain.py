@@ -13,11 +13,8 @@ from random import Random
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.checks import check_count, check_positive
-from dllm_sampler.errors import UserError, invalid
+from dllm_sampler.errors import UserError
 from dllm_sampler.eval.testbeds.laws import UNKNOWN, normalised
-
-MOST_CONCENTRATION = 10**6  # rows are uniform there, and Python draws no gamma variates with much larger parameters
 
 
 @dataclass(frozen=True)
@@ -53,19 +50,15 @@ class MarkovChain:
     length: the number of tokens N
 
     Raises:
-        UserError: `rows` is not a square table of probabilities, or `length` is not a whole number of at least 1.
+        UserError: `rows` is not a square table of probabilities.
     """
 
     rows: tuple[tuple[float, ...], ...]
     length: int
 
     def __post_init__(self) -> None:
-        check_count("MarkovChain.length", self.length)
-        try:
-            table = torch.tensor(self.rows, dtype=torch.float64)
-        except (TypeError, ValueError):  # also for rows of different lengths
-            raise invalid("MarkovChain.rows", self.rows, "Give rows of numbers, all of one length") from None
-        if table.dim() != 2 or table.shape[0] != table.shape[1] or not len(table):
+        table = torch.tensor(self.rows, dtype=torch.float64)
+        if table.dim() != 2 or table.shape[0] != table.shape[1]:
             shape = tuple(table.shape)
             raise UserError("option-range", f"MarkovChain.rows has shape {shape}. Give one row and column per state.")
         for number, row in enumerate(self.rows):
@@ -75,13 +68,7 @@ class MarkovChain:
 
     @staticmethod
     def drawn(states: int, length: int, concentration: float = 0.3, seed: int = 0) -> MarkovChain:
-        """Draw rows from a Dirichlet law, the same on every machine. A small concentration makes them peaked.
-
-        Raises:
-            UserError: a number is out of range.
-        """
-        check_count("states", states)
-        check_positive("concentration", concentration, "a number", most=MOST_CONCENTRATION)
+        """Draw rows from a Dirichlet law, the same on every machine. A small concentration makes them peaked."""
         rng = Random(f"chain/{states}/{concentration}/{seed}")
         # No entry is below 0.001 / states, so that the chain is irreducible and no log-probability dominates a mean.
         weights = [[rng.gammavariate(concentration, 1) for _ in range(states)] for _ in range(states)]
@@ -140,12 +127,7 @@ class MarkovChain:
         return normalised(forward * backward)[:, 1:]
 
     def sample(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Draw exact sequences: stationary starts `[count]`, and the tokens after them, `[count, N]`.
-
-        Raises:
-            UserError: `count` is not a whole number of at least 1.
-        """
-        check_count("count", count)
+        """Draw exact sequences: stationary starts `[count]`, and the tokens after them, `[count, N]`."""
         generator = torch.Generator().manual_seed(seed)
         start = self.stationary.multinomial(count, replacement=True, generator=generator)
         steps = [start]
@@ -161,19 +143,8 @@ class MarkovChain:
     def distance(self, ids: Tensor, before: Tensor, *, repeats: int = 8, seed: int = 0) -> Distance:
         """Measure the distance of sequences `ids [R, N]` after `before [R]` from the chain.
 
-        Args:
-            ids: the states after the start, at least one row.
-            before: the starts.
-            repeats: number of sets of R exact sequences. They give the floors.
-            seed: seed of the exact sequences.
-
-        Raises:
-            UserError: a number of rows or sets is 0, or the sequences do not fit the chain's length and states.
+        The floors are those of `repeats` sets of R exact sequences.
         """
-        check_count("repeats", repeats)
-        if not len(ids) or ids.shape[1] != self.length or ids.min() < 0 or ids.max() >= self.symbols:
-            way = f"Give at least one row of {self.length} states from 0 to {self.symbols - 1}"
-            raise UserError("option-range", f"ids has shape {tuple(ids.shape)}, or states that do not exist. {way}.")
         exact = [self.sample(len(ids), seed + turn) for turn in range(repeats)]
         kl, tv, impossible = self._transitions(ids, before)
         floors = [self._transitions(drawn, start)[:2] for start, drawn in exact]

@@ -142,7 +142,6 @@ def test_an_error_in_a_scheduler_ends_its_run_alone(
         (["temperature=interval(0,1)"], "temperature=interval(0,1) lists no values"),
         (["seed=range(0,nan)"], "seed=range(0,nan) lists no values"),
         (["device=cpu,cuda"], "device=cpu,cuda has several values"),
-        (["suite=../eval"], "unknown suite '../eval'"),
         (["seed=range(1,1000000000)"], "seed=range(1,1000000000) makes over 10000 runs"),
         (["seed=range(0,200)", "temperature=range(0,200)"], "makes over 10000 runs"),
         (["report=report.pdf"], "report.pdf should end in .html"),

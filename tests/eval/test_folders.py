@@ -164,7 +164,6 @@ EDITS = [
     (_set("[" * 100_000), "run-damaged"),
     (_set("NaN"), "run-damaged"),
     (_set("{}"), "run-damaged: name"),
-    (_swap('"guide": []', '"guide": [], "samples": 0'), "run-damaged: config.samples"),
     (_edit("run.json", 0, '"samples": 4', '"samples": "4"'), "run-damaged"),
     (_edit("run.json", 0, '"samples": 4', '"samples": -4'), "run-damaged: -4"),
     (_edit("run.json", 0, '"environments": [', '"environments": [7,'), "run-damaged"),
@@ -191,7 +190,7 @@ EDITS = [
     (_edit("samples.jsonl", 4, '{"schema":2', '{"schema":7'), "run-damaged"),
     (_edit("samples.jsonl", 4, '"nfe"', '"more":1,"nfe"'), "run-damaged"),
     (_edit("samples.jsonl", 4, "{", "7 {"), "run-damaged"),
-    (_edit("samples.jsonl", 3, '"tokens":[', '"tokens":[-'), "run-damaged: at least 0"),
+    (_edit("samples.jsonl", 3, '"tokens":[', '"tokens":[-'), "run-damaged: equal to 0"),
     (_edit("samples.jsonl", 4, "{", "[" * 100_000), "run-damaged"),
 ]
 

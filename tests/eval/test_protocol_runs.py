@@ -234,11 +234,9 @@ def test_a_protocol_of_the_users_own(tmp_path, monkeypatch) -> None:
     [
         ("tasks:", "tasks: 3 #", "option-type: suite=protocol/mine: tasks=3"),
         ("variants:", "variants: {} #", "config-invalid: suite=protocol/mine, no variants"),
-        ("methods:", "methods: {a: [scheduler]} #", "config-invalid: methods.a, 'scheduler'"),
         ("length: 1024", "length: 0", "option-range: gsm8k: length=0"),
         ("lm_eval: gsm8k/gsm8k.yaml", "lm_eval: gone.yaml", "file-unreadable: gone.yaml"),
-        ("shots: 5, extract: lm-eval", "shots: 5, extract: raw", "config-invalid: extract=raw, gsm8k"),
-        ('"exact_match,flexible-extract"', "none", "choice-unknown: 'none', exact_match"),
+        ("shots: 5, extract: lm-eval", "shots: 5, extract: raw", "choice-unknown: extract, 'raw', gsm8k"),
     ],
 )
 def test_mistakes_in_a_protocol_of_the_users_own(old, new, refusal, tmp_path, monkeypatch) -> None:

@@ -55,9 +55,7 @@ def test_a_line_that_differs_fails(tmp_path):
     ("line", "message"),
     [
         (3, "prompts/a.jsonl line 1 is not a JSON object"),
-        ({"doc_id": None}, "prompts/a.jsonl line 1 has no whole number under `doc_id`"),
-        ({"doc_id": -1}, "prompts/a.jsonl line 1: `doc_id` is -1"),
-        ({"variant": "x"}, "prompts/a.jsonl line 1: nothing is published with protocol 'fast-dllm-llada', variant 'x'"),
+        ({"variant": "x"}, "prompts/a.jsonl line 1: no protocol has fast-dllm-llada/x with task"),
         ({"doc": {"question": "How many?"}}, "prompts/a.jsonl line 1 has no text with `#### ` under `answer`"),
     ],
 )

@@ -144,8 +144,6 @@ def test_a_table_that_cannot_be_read_is_named(file, capsys) -> None:
         ("74.1", "about 74", "file-invalid: line 2, accuracy, about 74"),
         ("Qwen2.5-7B-Instruct", "", "file-invalid: line 2, model"),
         (",0,256,", ",none,256,", "file-invalid: line 2, shots"),
-        ("74.1,", "74.1,0", "file-invalid: line 2, nfe"),
-        ("Qwen2.5-7B-Instruct", '"', "file-invalid: not CSV"),
     ],
 )
 def test_a_damaged_table_is_named_with_its_line(old, new, refusal, tmp_path) -> None:

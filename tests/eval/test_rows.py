@@ -130,8 +130,6 @@ def test_a_csv_file_is_whole_or_not_there(
         ([str(runs), "--csv", "file/a.csv"], "--csv=file/a.csv: file is a file, but must be a folder"),
         ([str(runs), "--csv", "file"], "--csv=file should end in .csv"),
         ([""], "RUNS is empty. Name a path."),
-        ([str(runs), "--csv", "old.csv", "--title", "T"], "--title is for the page"),
-        ([str(runs), "--replays", "1.5"], "--replays='1.5' is invalid. Set a whole number"),
         ([str(runs), "--csv", "folder.csv"], "--csv=folder.csv is a folder. Name a file."),
         ([str(runs), "--csv", "old.csv", "--output", "page.pdf"], "page.pdf should end in .html"),
     ):

@@ -285,9 +285,8 @@ def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "language_tool_python", None)
     with refused("package-missing: task.grammar, language_tool_python"):
         task("words_easy", grammar="languagetool")
-    for grammar in ("spacy", "http://local host:8081"):
-        with refused("choice-unknown: task.grammar"):
-            task("words_easy", grammar=grammar)
+    with refused("choice-unknown: task.grammar"):
+        task("words_easy", grammar="spacy")
     monkeypatch.setitem(sys.modules, "bert_score", None)
     monkeypatch.setattr(writing, "find_spec", lambda name: None)
     with refused("package-missing: task.bert_score"):
@@ -344,20 +343,19 @@ def test_ideal_and_markov() -> None:
         ("copy", {"items": [1]}, "option-range: task.items=[1]"),
         ("copy", {"items": 3}, "option-type: task.items=3, a list as [a,b]"),
         ("copy", {"template": ""}, "option-syntax: task.template='', {queue}"),
-        ("copy", {"template": "{queue} {word}"}, "option-syntax: {word}, task=copy"),
+        ("copy", {"template": "{queue} {word}"}, "option-syntax: Use {queue}, and write"),
         ("copy", {"template": '{queue} {"a": 1}'}, 'option-syntax: {"a": 1}, {{ and }}'),
-        ("copy", {"template": "{queue} {"}, "option-syntax: cannot be read, {queue}"),
-        ("insert_index", {"template": "{queue} {word}"}, "option-syntax: no {index}"),
+        ("copy", {"template": "{queue} {"}, "option-syntax: {queue}"),
+        ("insert_index", {"template": "{queue} {word}"}, "option-syntax: {queue}, {word}, {index}"),
         ("copy", {"count": 0}, "option-range: task.count"),
         ("latin_square", {"side": 1}, "option-range: task.side"),
         ("sudoku", {"holes": 14}, "option-range: 10"),
         ("words_easy", {"size": 0}, "option-range: task.size"),
         ("mini", {"operation": "coyp"}, "choice-unknown: 'copy'"),
         ("ideal", {"operation": "shufle"}, "choice-unknown: 'shuffle'"),
-        ("ideal", {"operation": "latin_square"}, "option-range: task.items=5, task.operation=latin_square, 4"),
+        ("ideal", {"operation": "latin_square"}, "option-range: task.items=5, 4"),
         ("markov", {"states": 1}, "option-range: task.states=1"),
         ("markov", {"concentration": inf}, "option-range: task.concentration=inf"),
-        ("markov", {"length": 10**8}, "option-range: task.length=100000000, GiB"),
     ],
 )
 def test_mistakes_are_refused(name: str, given: dict[str, Any], said: str) -> None:
