@@ -193,9 +193,7 @@ def model(spec: str | PathLike[str] | Mapping[str, object]) -> dict[str, Any]:
         UserError: the name is not a known name, a folder or a hub id, or a setting is wrong.
     """
     given = dict(spec) if isinstance(spec, Mapping) else {"name": fspath(spec)}
-    name = given.pop("name", CHECKPOINT)
-    if not isinstance(name, str):
-        raise invalid("model.name", name, "Set a name, a folder or a hub id", "option-type")
+    name = str(given.pop("name", CHECKPOINT))
     if name not in names("model"):
         given, name = {"path": checkpoint(name), **given}, CHECKPOINT
     owner = "model" if name == CHECKPOINT else f"model={name}"
@@ -403,11 +401,8 @@ def _typed(name: str, target: Any, key: str, value: object) -> Any:
         ranges = all(kind.startswith(("greater_than", "less_than", "finite_number")) for kind in kinds)
         code = "choice-unknown" if "literal_error" in kinds else "option-range" if ranges else "option-type"
         way = f"Set {expected(error)}"
-        items = value if isinstance(value, list | tuple) else [value]
-        if "string_type" in kinds and items and all(isinstance(one, int | float) for one in items):
-            quoted = ", ".join(f'"{as_typed(one, exact=True)}"' for one in items)
-            quoted = f"[{quoted}]" if items is value else quoted
-            way += f". To set {quoted} in a shell, write {name}='{quoted}'"  # a shell removes its own quotes
+        if "string_type" in kinds and isinstance(value, int | float):  # a shell removes its own quotes
+            way += f""". In a shell, write {name}='"{as_typed(value, exact=True)}"'"""
         raise invalid(name, value, way, code, exact=True) from None
 
 

@@ -293,18 +293,14 @@ class Trace:
         try:
             with safe_open(path, framework="pt") as file:
                 about = load_json((file.metadata() or {}).get("trace", "{}"))
-                found = isinstance(about, dict) and {"schema", *NUMBERS} <= about.keys()
-                known = found and about["schema"] == SCHEMA
+                known = isinstance(about, dict) and {"schema", *NUMBERS} <= about.keys() and about["schema"] == SCHEMA
                 optional = {*OPTIONAL} & set(file.keys())
                 tensors = {name: file.get_tensor(name) for name in (*FIELDS, *optional)} if known else {}
         except (OSError, SafetensorError, ValueError) as error:
-            reason = "it is a folder" if str(path) and Path(path).is_dir() else first_line(error)
-            raise UserError("trace-invalid", f"'{path}' cannot be read as a trace ({reason}). {way}.") from error
-        if not found:
-            raise UserError("trace-invalid", f"'{path}' is not a trace. {way}.")
+            said = f"'{path}' cannot be read as a trace ({first_line(error)}). {way}."
+            raise UserError("trace-invalid", said) from error
         if not known:
-            text = f"'{path}' has a trace of schema {about['schema']}, and this version reads schema {SCHEMA}."
-            raise UserError("trace-invalid", f"{text} Generate it again.")
+            raise UserError("trace-invalid", f"'{path}' is not a trace of schema {SCHEMA}. Generate it again.")
         return Trace(**tensors, **{name: about[name] for name in NUMBERS})
 
 

@@ -204,21 +204,18 @@ def _file(
     for one in [*entries, *(["_self_"] if "_self_" not in entries else [])] if isinstance(entries, list) else [entries]:
         key, value = next(iter(one.items())) if isinstance(one, dict) and len(one) == 1 else (group, one)
         key = str(key).removeprefix("override ").strip().lstrip("/")
-        named = isinstance(value, str)
         if one == "_self_":
             _merge(tree, given)
-        elif key == group and named and value not in (name, *seen):
+        elif key == group and isinstance(value, str) and value not in (name, *seen):
             _merge(tree, _file(app, group, value, overridden, (name, *seen)))
         elif (
             overridden is not None and key in app.groups and key != group and (isinstance(value, str) or key == "guide")
         ):
             overridden[key] = value
         else:
-            way = f"Name another {group}"
-            if group == "experiment":
-                others = ", ".join(one for one in app.groups if one != group)
-                way = f"Name another experiment, or write 'override /GROUP: NAME', where GROUP is one of {others}"
-            raise UserError("config-invalid", f"{group}={name}: its defaults list has {short(json.dumps(one))}. {way}.")
+            said = f"{group}={name}: its defaults list has {short(json.dumps(one))}. Name another {group}, or in an"
+            way = f"experiment 'override /GROUP: NAME', where GROUP is one of {', '.join(app.groups)}"
+            raise UserError("config-invalid", f"{said} {way}.")
     return tree
 
 
@@ -354,9 +351,7 @@ def several(app: App, word: str) -> UserError:
     """Return the error for a word with several values, for example `key=a,b` or `key=range(3)`."""
     key, _, value = word.partition("=")
     ways = ["Give one"]
-    if key in LISTS and "(" not in value:
-        ways.append(f"a list as {key}=[{value}]")
-    elif "." in key and "(" not in value:
+    if (key in LISTS or "." in key) and "(" not in value:
         ways.append(f"{key}=[{value}] if it takes a list")
     if app.name == "dllm-sample":
         if key.partition(".")[0] in (*app.groups, *CommonOptions.__dataclass_fields__):
@@ -391,9 +386,8 @@ def missing(
             # A guide's name is between the group's and the field's, since there may be several guides.
             at = f"guide={part}" if path == f"guide.{part}" else path
         elif not isinstance(node, dict):
-            inner = isinstance(node, str) and path.endswith(".inner")
-            way = f"Write {path}='{{name: {node}, {part}: {value}}}'" if inner else f"Set {path} itself"
-            return UserError("field-unknown", f"{word} sets a field of {path}={as_typed(node)}, which has none. {way}.")
+            said = f"{word} sets a field of {path}={as_typed(node)}, which has none"
+            return UserError("field-unknown", f"{said}. Set {path} itself, to a mapping if it takes one.")
         elif path == "guide":
             return _missing_guide(part, rest, node, word, value)
         elif path == "model" and part in config.ModelSettings.__dataclass_fields__:

@@ -252,12 +252,10 @@ def _json(line: str, where: str) -> Any:
     except RecursionError:
         raise UserError("json-invalid", f"{where} is nested too deeply. Use fewer brackets.") from None
     except ValueError as error:
-        if line.rstrip()[-1:] in ("{", "[", ","):
-            raise UserError("json-invalid", f"{where} ends inside a value. Write each value on one line.") from None
-        reason = "a number has too many digits"
+        reason = str(error)
         if isinstance(error, json.JSONDecodeError):
             reason = f"{error.msg}, column {error.colno}"
-        raise UserError("json-invalid", f"{where} is not JSON ({reason}). Correct it.") from None
+        raise UserError("json-invalid", f"{where} is not JSON ({reason}). Write a whole value on each line.") from None
     return record
 
 
@@ -269,13 +267,9 @@ def prompt(record: Any, where: str) -> Prompt:
     """
     if isinstance(record, str):
         return record
-    if not isinstance(record, dict):
-        way = 'Write one value on each line, for example {"prompt": "copy: Ada"}'
-        raise UserError("prompt-missing", f"{where} is neither a text nor an object. {way}.")
-    if "prompt" in record and "messages" in record:
-        raise UserError("prompt-missing", f'{where} has both "prompt" and "messages". Remove one of them.')
-    if "prompt" not in record and "messages" not in record:
-        raise UserError("prompt-missing", f'{where} has neither "prompt" nor "messages". Add one of them.')
+    if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
+        way = 'Write one of them, for example {"prompt": "copy: Ada"}'
+        raise UserError("prompt-missing", f'{where} does not have exactly one of "prompt" and "messages". {way}.')
     if "messages" in record:
         return _messages(record["messages"], where)
     given = record["prompt"]

@@ -63,10 +63,8 @@ def with_config_dir(words: Sequence[str], run: Callable[[list[str]], int]) -> in
         elif word.partition("=")[0] == FLAG:
             name = word.partition("=")[2] if "=" in word else next(rest, "")
             folder = expanded(FLAG, name) if name else None
-            if folder is None:
-                raise UserError("option-missing", f"{FLAG} names no folder. Write {FLAG} FOLDER.")
-            if not folder.is_dir():
-                raise UserError("file-missing", f"{FLAG} {name} is not an existing folder. Name one.")
+            if folder is None or not folder.is_dir():
+                raise UserError("file-missing", f"{FLAG} '{name}' is not an existing folder. Name one.")
         else:
             kept.append(word)
     with using(folder):

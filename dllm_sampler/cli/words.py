@@ -188,8 +188,6 @@ def unreadable(word: str) -> str:
         way = f"Quote its value, as in {_for_shell(key, value)}"
     else:
         way = f"Quote its value, as in {key}='\"{value}\"'"
-        if ",," in f",{value},":
-            way = f"Write a value on each side of a comma, or {way[0].lower()}{way[1:]}"
     return f"Cannot read the override {word}. {way}."
 
 

@@ -40,12 +40,6 @@ class EndTokens(Guide):
         check_choice("guide.end_tokens.mode", self.mode, Mode)
         if self.ids is not None:
             vars(self)["ids"] = checked_tokens("guide.end_tokens.ids", self.ids)
-            if not self.ids:
-                raise UserError(
-                    "option-range",
-                    "guide.end_tokens.ids is empty, so the guide has no effect. Add token ids, or set null for the"
-                    " model's own.",
-                )
 
     @property
     @override
@@ -59,28 +53,20 @@ class EndTokens(Guide):
 
     @override
     def bind(self, context: Context) -> Self:
-        spec = context.spec
         if self.ids is not None:
-            if context.tokenizer is not None:  # without one the vocabulary may be unknown until the first step
-                _check(self.ids, spec.vocab_size)
             return self
+        spec = context.spec
         turn = () if self.mode == "ban" or spec.eot_id is None else (spec.eot_id,)
         return replace(self, ids=end_ids((*spec.eos_ids, *turn)))
 
     @override
     def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
         assert self.ids is not None
-        _check(self.ids, logits.shape[-1])
+        largest, vocab_size = max(self.ids, default=0), logits.shape[-1]
+        if largest >= vocab_size:
+            said = f"guide.end_tokens.ids has token id {largest}. Give ids from 0 to {vocab_size - 1}."
+            raise UserError("token-outside-vocabulary", said)
         logits = logits.clone()
         for token in self.ids:  # a list as index would become a tensor on the host and wait for a copy
             logits[..., token] = -torch.inf
         return logits
-
-
-def _check(ids: tuple[int, ...], vocab_size: int) -> None:
-    """Refuse token ids outside of the vocabulary."""
-    if ids and max(ids) >= vocab_size:
-        raise UserError(
-            "token-outside-vocabulary",
-            f"guide.end_tokens.ids has token id {max(ids)}. Give ids from 0 to {vocab_size - 1}.",
-        )

@@ -70,8 +70,6 @@ def _reason(name: str, error: BaseException) -> str:
     module, _, attribute = name.partition(":")
     if module.endswith(".py"):
         return f". Write {Path(module).stem}:{attribute or 'FUNCTION'}, with the name of the module, not of its file."
-    if str(error).startswith("invalid format"):
-        return ", since it is not a name of Python. Write package.module:function."
     if isinstance(error, ModuleNotFoundError) and error.name == top:
         return f". Install the module '{top}', or put {top}.py into the working directory."
     found = f" ({type(error).__name__}: {error})"

@@ -29,13 +29,10 @@ def check_name(model: object) -> None:
 def check_parts(denoiser: object, tokenizer: object, noise: Any) -> None:
     """Refuse a denoiser without a spec (a plain module), a tokenizer not of transformers, or an incomplete `Noise`."""
     spec = _spec(denoiser)
-    if isinstance(denoiser, type):
-        raise UserError("model-invalid", f"denoiser is the class {denoiser.__name__}. Give an instance of it.")
     if not isinstance(spec, ModelSpec):
-        name = type(denoiser).__name__
-        way = "Wrap it in dllm_sampler.TransformerDenoiser or by dllm_sampler.models.huggingface.wrap, or use"
-        way = f"{way} Sampler.from_callable" if callable(denoiser) else "Use Sampler.from_pretrained to load a model"
-        raise UserError("model-invalid", f"The denoiser is of type {name}, which has no ModelSpec `spec`. {way}.")
+        said = f"The denoiser is of type {type(denoiser).__name__}, which has no ModelSpec `spec`. Use"
+        way = "Sampler.from_pretrained, Sampler.from_callable, or dllm_sampler.models.huggingface.wrap for a network"
+        raise UserError("model-invalid", f"{said} {way}.")
     if spec.mask_id in spec.eos_ids:
         raise UserError(
             "mask-token-invalid",

@@ -73,10 +73,8 @@ class GivenTokens:
         """Return the error if the numbers of rows do not match `count` prompts, else None."""
         for name, rows in vars(self).items():
             if len(rows) > 1 and len(rows) != count:
-                each = "Give one for each prompt, or one for all" if count > 1 else "Give one"
-                return UserError(
-                    "length-mismatch", f"{name} has {len(rows)} entries for {counted(count, 'prompt')}. {each}."
-                )
+                said = f"{name} has {len(rows)} entries for {counted(count, 'prompt')}"
+                return UserError("length-mismatch", f"{said}. Give one for each prompt, or one for all.")
         return None
 
     def answer(self, index: int, max_new_tokens: int) -> list[int] | None:
@@ -98,26 +96,24 @@ class GivenTokens:
                 own[name] = rows[index if len(rows) > 1 else 0]
         if all(token == FREE for row in own.values() for token in row):
             return None
-        *before, last = [_size(name, len(row)) for name, row in own.items()]
-        sizes = f"{', '.join(before)} and {last}" if before else last
+        sizes = " and ".join(_size(name, len(row)) for name, row in own.items())
         fixed = len(own.get("prefix", ())) + len(own.get("suffix", ()))
         if max(fixed, len(own.get("pinned", ()))) > max_new_tokens:
             raise UserError(
                 "given-too-long",
                 f"prompt {index + 1}: max_new_tokens={max_new_tokens} is too small for {sizes}. Raise max_new_tokens.",
             )
-        given, sources = [FREE] * max_new_tokens, [""] * max_new_tokens
+        given = [FREE] * max_new_tokens
         for name, row in own.items():
             begin = max_new_tokens - len(row) if name == "suffix" else 0
             for at, token in enumerate(row, begin):
                 if FREE not in (token, given[at]) and token != given[at]:
                     raise UserError(
                         "given-conflict",
-                        f"prompt {index + 1}: token {at + 1} of the answer is {given[at]} by {sources[at]} and"
-                        f" {token} by {name}. Remove one.",
+                        f"prompt {index + 1}: {name} gives token {at + 1} of the answer as {token}, and another option"
+                        f" as {given[at]}. Remove one.",
                     )
-                if token != FREE:
-                    given[at], sources[at] = token, name
+                given[at] = given[at] if token == FREE else token
         return given
 
 
@@ -137,7 +133,7 @@ def piece_ids(
     if isinstance(piece, str):
         if tokenizer is None:
             raise UserError("tokenizer-missing", f"{name} is text, but there is no tokenizer. Give token ids.")
-        ids = prompts.text_ids(piece, tokenizer, name, special=False, prompt=False)
+        ids = prompts.text_ids(piece, tokenizer, name, special=False)
     else:
         ids = piece.tolist() if isinstance(piece, Tensor) else piece
         if not isinstance(ids, list | tuple) or not all(map(is_whole, ids)):
@@ -213,19 +209,13 @@ def _without(row: Sequence[int], spans: Any, number: int) -> list[int]:
     found = [spans] if listed and spans and not isinstance(spans[0], tuple | list) else spans
     if not listed or not found:
         raise UserError("span-invalid", f"span is {short(repr(spans))}. Give (first, end), or a list of these.")
-    if not row:
-        raise UserError("span-invalid", f"refine: answer {number} has no tokens to generate again. Remove it.")
     free = list(row)
     for span in found:
-        if not isinstance(span, tuple | list) or len(span) != 2 or not all(map(is_whole, span)):
-            said = f"span {short(repr(span))} is not a pair of whole numbers"
-            raise UserError("span-invalid", f"{said}. Give (first, end), or a list of these.")
-        if not 0 <= span[0] < span[1] <= len(row):
-            raise UserError(
-                "span-invalid",
-                f"span {span!r} does not fit answer {number}, which has {counted(len(row), 'token')}. Give (first, end)"
-                f" with 0 <= first < end <= {len(row)}.",
-            )
+        pair = isinstance(span, tuple | list) and len(span) == 2 and all(map(is_whole, span))
+        if not pair or not 0 <= span[0] < span[1] <= len(row):
+            said = f"span {short(repr(span))} does not fit answer {number}, which has {counted(len(row), 'token')}"
+            way = "Give whole numbers (first, end) with 0 <= first < end <= that number, or a list of these"
+            raise UserError("span-invalid", f"{said}. {way}.")
         free[span[0] : span[1]] = [FREE] * (span[1] - span[0])
     return free
 
@@ -252,16 +242,9 @@ def encode_template(
         raise UserError("gap-missing", f"{name} has no gap. Write a gap of 8 tokens as {{gap:8}}.")
     if alone and not any(token != FREE for token in given):
         raise UserError("gap-without-text", f"{name} has only gaps. Add text to it, or a prompt.")
-    context = f"the model's context of {spec.max_positions} positions"
-    if len(given) > spec.max_positions:
-        size = f"{name} has {len(given)} tokens with its gaps"
-        raise UserError("context-exceeded", f"{size}, more than {context}. Shorten it.")
-    if not alone and len(given) == spec.max_positions:
-        raise UserError(
-            "context-exceeded",
-            f"{name} has {len(given)} tokens with its gaps, which leaves no position for a prompt in {context}."
-            " Shorten it.",
-        )
+    if len(given) + (not alone) > spec.max_positions:
+        said = f"{name} has {len(given)} tokens with its gaps, too many{' after a prompt' * (not alone)} for the"
+        raise UserError("context-exceeded", f"{said} model's context of {spec.max_positions}. Shorten it.")
     return given
 
 

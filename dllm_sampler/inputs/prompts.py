@@ -112,13 +112,10 @@ def encode_one(
         raise UserError("mask-token-given", f"{name} has the mask token (id {spec.mask_id}) {where}. Remove it.")
     if len(ids) + max_new_tokens > spec.max_positions:
         beside = f"max_new_tokens={max_new_tokens}" if answer is None else f"the {max_new_tokens} of {answer}"
-        way = "lower max_new_tokens" if answer is None else f"shorten {answer}"
-        way = f"Shorten it, or {way}" if len(ids) < spec.max_positions else "Shorten it"
-        way = f"Shorten {answer}" if max_new_tokens >= spec.max_positions else way
         raise UserError(
             "context-exceeded",
             f"{name} has {counted(len(ids), 'token')}, too many with {beside} for the model's context of"
-            f" {spec.max_positions}. {way}.",
+            f" {spec.max_positions}. Shorten the prompt, the answer or both.",
         )
     return ids
 
@@ -143,9 +140,9 @@ def _ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, name: str) -> l
             " messages.",
         )
     entries = [] if text else list(prompt)
-    odd = [at for at, one in enumerate(entries, 1) if not isinstance(one, Mapping)]
-    if odd:
-        at = next((at for at in odd if not isinstance(entries[at - 1], int)), odd[0])
+    wrong = [at for at, one in enumerate(entries, 1) if not isinstance(one, Mapping)]
+    if wrong:
+        at = next((at for at in wrong if not isinstance(entries[at - 1], int)), wrong[0])
         raise UserError(
             "prompt-type",
             f"{name}: entry {at} is of type {type(entries[at - 1]).__name__}. Give only token ids as Python integers"
@@ -154,12 +151,9 @@ def _ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, name: str) -> l
     for at, message in enumerate(entries, 1):
         if not {"role", "content"} <= message.keys():
             raise UserError("messages-invalid", f"{name}: message {at} lacks 'role' or 'content'. Give both.")
-        for key in ("role", "content"):
-            if not isinstance(message[key], str):
-                raise UserError(
-                    "messages-invalid",
-                    f"{name}: the {key} of message {at} is {short(repr(message[key]))}. Give it as text.",
-                )
+        if odd := [key for key in ("role", "content") if not isinstance(message[key], str)]:
+            said = f"{name}: the {odd[0]} of message {at} is {short(repr(message[odd[0]]))}. Give it as text."
+            raise UserError("messages-invalid", said)
     if tokenizer is None:
         raise UserError(
             "tokenizer-missing", f"{name} is {'text' if text else 'a chat'}, but there is no tokenizer. Give token ids."
@@ -210,13 +204,8 @@ def chat_text(
         ) from None
 
 
-def text_ids(
-    text: str, tokenizer: PreTrainedTokenizerBase, name: str, special: bool = True, prompt: bool = True
-) -> list[int]:
+def text_ids(text: str, tokenizer: PreTrainedTokenizerBase, name: str, special: bool = True) -> list[int]:
     """Return the token ids of a text, with or without the tokenizer's `special` tokens. Errors call it `name`.
-
-    Args:
-        prompt: False for a part of an answer, which changes the advice of errors.
 
     Raises:
         UserError: `text` has a lone surrogate, or a part of it is not in the vocabulary.
@@ -233,10 +222,8 @@ def text_ids(
         word = text[start:stop]
         # The unknown token may be another special token, too, which a template writes.
         if token == tokenizer.unk_token_id and not (word == unknown and unknown in others):
-            way = _known(tokenizer) if prompt else "Remove it or write another word."
-            raise UserError(
-                "text-outside-vocabulary", f"{name} has {word!r}, which is not in the model's vocabulary. {way}"
-            )
+            said = f"{name} has {word!r}, which is not in the model's vocabulary. {_known(tokenizer)}"
+            raise UserError("text-outside-vocabulary", said)
     return ids
 
 
@@ -248,6 +235,6 @@ def _known(tokenizer: PreTrainedTokenizerBase) -> str:
     card = Path(str(tokenizer.name_or_path), "README.md")
     examples = f" (examples: {card})" if card.is_file() else ""
     return (
-        f'Ask for {", ".join(operations)}, as in "sort: Dan, Ada"{examples}, or use a model for plain text, as in'
-        " model=llada-8b chat=true."
+        f'Remove it, or ask for {", ".join(operations)}, as in "sort: Dan, Ada"{examples}, or use a model'
+        " for plain text, as in model=llada-8b chat=true."
     )

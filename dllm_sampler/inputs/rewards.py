@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ def listed(given: Any) -> list[Any]:
     Raises:
         TypeError: the result is a mapping, a set or a text, or cannot be iterated over.
     """
-    if isinstance(given, Mapping | Set | str) or not isinstance(given, Iterable):
+    if isinstance(given, Mapping | Set | str):
         raise TypeError(f"the result of type {type(given).__name__} is not a list of numbers")
     return list(given)
 
@@ -64,7 +64,7 @@ class Reward:
         Raises:
             UserError: `given` is neither, or cannot be imported.
         """
-        if given == "" or not (isinstance(given, str) or callable(given)):
+        if not isinstance(given, str) and not callable(given):
             raise UserError("function-invalid", f"{setting} is {given!r}. Give a function or package.module:function.")
         name = given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
         call: Any = resolve_callable(f"{setting}=", given) if isinstance(given, str) else given

@@ -5,7 +5,6 @@ The loop, the forward and the cache belong to that engine. Letters: B rows, W po
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -99,23 +98,19 @@ class BlockRule:
             raise UserError("engine-unsupported", why)
         guides = config.build("guide", guide)
         check_text(spec, guides, tokenizer)
-        try:
-            self.plugins = assemble(
-                spec,
-                given,
-                blocks={"name": "fixed", "length": length},
-                stop=None,
-                cache=None,
-                guide=guides,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                compat=compat,
-                tokenizer=tokenizer,
-            )
-        except UserError as error:  # about a guide that a shortcut made: the shortcut was typed
-            said = re.sub(r"\bguide\.(temperature|top_k|top_p)\.\w+", r"\1", str(error))
-            raise UserError(error.code, said) from None
+        self.plugins = assemble(
+            spec,
+            given,
+            blocks={"name": "fixed", "length": length},
+            stop=None,
+            cache=None,
+            guide=guides,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            compat=compat,
+            tokenizer=tokenizer,
+        )
         self.spec, self.length, self.kernels, self.max_new_tokens = spec, length, kernels, max_new_tokens
         why = obstacle(self.plugins)
         if why is not None:

@@ -338,8 +338,6 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
 
     def _check(self, sample: Tensor, logits: Tensor, opens: bool) -> None:
         """Refuse a block of another shape than expected, and logits that do not match it."""
-        if sample.dim() != 2:
-            raise UserError("shape-mismatch", f"sample has the shape {tuple(sample.shape)}. Give token ids [B, W].")
         length = self._length or sample.shape[-1]
         shape = (len(sample), length) if opens or self._state is None else self._state.canvas.layout.frozen[:, 1:].shape
         if tuple(sample.shape) != tuple(shape):

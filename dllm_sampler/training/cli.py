@@ -1,7 +1,6 @@
 """`dllm-train`: a trainer, its model, its data and its arguments, from a file of `conf/train` and what was typed."""
 
 import json
-import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -247,9 +246,6 @@ def read(words: Sequence[str]) -> Command:
         if isinstance(word := settings.get(key), str):
             raise invalid(f"train.{key}", word, f"Write train.{key}={{{word}: 1}}", "option-type")
     settings["output_dir"] = str(paths.folder("train.output_dir", settings.get("output_dir")))
-    for key in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        if not re.fullmatch(r"-?\d*", word := os.environ.get(key, "")):
-            raise invalid(key, word, "Set this environment variable to a whole number, or unset it", "option-type")
     if not sys.stderr.isatty():  # a bar is for a terminal; in a file it would be a line a step
         settings.setdefault("disable_tqdm", True)
     own = config.check(f"train={name}", Command, {key: settings.pop(key) for key in OWN if key in settings})

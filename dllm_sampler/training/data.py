@@ -169,19 +169,11 @@ class Data:
         import datasets  # takes a second
 
         if file.suffix in TABLES:
-            try:
-                return datasets.load_dataset(file.suffix[1:], data_files=str(file), split=WHOLE)
-            except ValueError as error:
-                if "corresponds to no data" in str(error):  # a head without lines
-                    return []
-                raise
+            return datasets.load_dataset(file.suffix[1:], data_files=str(file), split=WHOLE)
         names = [name for name in ("dataset_info.json", "dataset_dict.json") if (file / name).is_file()]
         if names:  # written by `save_to_disk`
             saved: Any = datasets.load_from_disk(str(file))
             splits = list(saved) if names == ["dataset_dict.json"] else [WHOLE]
-            if self.subset is not None:
-                said = f"train.data.subset={self.subset} has no effect on {option}={file}, which is a saved data set."
-                raise UserError("option-not-applicable", f"{said} Remove it.")
             if split not in splits:
                 said = f"{option}={file} has no split {split}, only {', '.join(splits)}."
                 raise UserError("file-unreadable", f"{said} Correct train.data.split or train.data.test.")
@@ -247,7 +239,7 @@ class Encoder:
             ids = answer
         else:
             text = self._turn(example) if _is_chat(example.prompt) else answer
-            ids = prompts.text_ids(text, self.tokenizer, where, special=False, prompt=False)
+            ids = prompts.text_ids(text, self.tokenizer, where, special=False)
         banned = None if ids is answer else self.spec.mask_id
         wrong = [token for token in ids if token == banned or not 0 <= token < self.spec.vocab_size]
         if wrong or not ids:

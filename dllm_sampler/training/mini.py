@@ -111,7 +111,7 @@ class MiniTrainer(CommandTrainer):
     @classmethod
     def command(cls, line: Command) -> Path:
         """Train from scratch or from the last checkpoint, and return the folder of the result."""
-        if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             said = "train=mini runs in one process. Run it without torchrun, or unset WORLD_SIZE."
             raise UserError("processes-unsupported", said)
         args = line.arguments(MiniConfig, model=line.model, data=line.data)

@@ -141,7 +141,7 @@ def test_only_samples_are_overwritten(words: list[str], capsys: pytest.CaptureFi
     for name, held in (("config.json", '{"d_model": 16}'), ("schema.json", '{\n "type": "boolean"}'), ("a.txt", "a\n")):
         Path(name).write_text(held)
         assert main([*words, *PROMPTS, f"output={name}"]) == 2
-        assert f"output={name} exists and holds no samples" in capsys.readouterr().err
+        assert f"output={name} exists and contains no samples" in capsys.readouterr().err
         assert Path(name).read_text() == held
     for name, held in (("o.json", ""), ("new.txt", '{"sch'), ("o.jsonl", "of another run\n")):
         Path(name).write_text(held)

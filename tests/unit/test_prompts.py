@@ -73,7 +73,7 @@ def test_every_shape(given: Any, rows: list[list[int]], tokenizer: PreTrainedTok
         ([5, "Ada"], "prompt-type: prompt 1, entry 2, str"),
         ([[torch.tensor(5), torch.tensor(6)]], "prompt-type: prompt 1, entry 1, Tensor"),
         ([{"role": 3, "content": "Ada"}], "messages-invalid: prompt 1, the role of message 1 is 3"),
-        ([5] * 64, "context-exceeded: prompt 1 has 64 tokens, Shorten it."),
+        ([5] * 64, "context-exceeded: prompt 1 has 64 tokens, Shorten the prompt"),
         ([{"role": "user"}], "messages-invalid: prompt 1, 'role', 'content'"),
         ("copy: Zoe", "text-outside-vocabulary: prompt 1, 'Zoe'"),
     ],

@@ -15,7 +15,7 @@ from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Context, Guide, Whole
 from dllm_sampler.core.spec import ModelSpec, with_bound_fields
 from dllm_sampler.core.values import FREE, Canvas
-from dllm_sampler.errors import UserError, as_typed, counted, short
+from dllm_sampler.errors import UserError, as_typed, counted, invalid, short
 from dllm_sampler.guides.forms import automaton
 from dllm_sampler.guides.forms.automaton import Automaton, quoted
 from dllm_sampler.guides.forms.choice import choose, posterior
@@ -172,14 +172,9 @@ class Regex(Form):
     def __post_init__(self) -> None:
         given = self.pattern
         listed = isinstance(given, list | tuple)
-        entries: list[Any] = [*given] if listed else [given]
-        odd = [one for one in entries if not isinstance(one, str)]
-        if odd or not entries or "" in entries:
-            shown = as_typed(given)
-            wrong = f"contains {as_typed(odd[0])}" if odd else "contains an empty text" if entries else "is empty"
-            wrong = wrong if listed else "is not a text" if odd else "is empty"
-            way = "Set a text that is not empty, or a list of such texts."
-            raise UserError("option-type", f"guide.regex.pattern={shown} {wrong}. {way}")
+        if not given or not all(isinstance(one, str) and one for one in (given if listed else [given])):
+            way = "Set a text that is not empty, or a list of such texts"
+            raise invalid("guide.regex.pattern", given, way, "option-type")
         vars(self).update(pattern=tuple(given) if listed else given, forms=len(given) if listed else 0)
 
     @override
@@ -203,10 +198,7 @@ class Choices(Form):
     def __post_init__(self) -> None:
         given = self.choices
         if not isinstance(given, list | tuple):
-            raise UserError(
-                "option-type",
-                f"guide.choices.choices={as_typed(given)} is not a list. Set one, as in [Ada,Ben].",
-            )
+            raise invalid("guide.choices.choices", given, "Set a list, as in [Ada,Ben]", "option-type")
         listed = bool(given) and all(isinstance(one, list | tuple) for one in given)
         # An empty list is a template of settings, which `expressions` refuses.
         found = tuple(_choices(one) for one in given) if listed or not given else _choices(given)
@@ -230,18 +222,9 @@ def _choices(given: Sequence[Any]) -> tuple[str, ...]:
     if not given:
         raise UserError("form-invalid", "guide.choices.choices has an empty list. Add texts, as in [Ada,Ben].")
     for one in given:
-        if isinstance(one, list | tuple):
-            raise UserError(
-                "option-type",
-                "guide.choices.choices has a list beside or inside texts. Set texts, as in [Ada,Ben], or lists of"
-                " texts, as in [[Ada,Ben],[Cal]].",
-            )
         if isinstance(one, bool) or not isinstance(one, str | int):
-            raise UserError(
-                "option-type",
-                f"guide.choices.choices has {as_typed(one)}, which is not a text. Set texts, and"
-                ' quote those that look like another value, as in ["true","2.5"].',
-            )
+            said = f"guide.choices.choices has {as_typed(one)}, which is not a text here. Set texts, as in"
+            raise UserError("option-type", f'{said} [Ada,"2.5"], or lists of texts, as in [[Ada,Ben],[Cal]].')
         if one == "":
             raise UserError("form-invalid", "guide.choices.choices has an empty text. Remove it.")
     return tuple(map(str, given))
@@ -276,15 +259,11 @@ class JsonSchema(Form):
     )  # of the schemas, in errors
 
     def __post_init__(self) -> None:
-        check_count("guide.json_schema.depth", self.depth, 0, most=1000)
+        check_count("guide.json_schema.depth", self.depth, 0)
         given = self.schema
         if isinstance(given, list | tuple):
             if not given or "" in given:
-                wrong = "contains an empty text" if given else "is empty"
-                raise UserError(
-                    "option-type",
-                    f"guide.json_schema.schema={as_typed(given)} {wrong}. Set schemas or files.",
-                )
+                raise invalid("guide.json_schema.schema", given, "Set a list of schemas or files", "option-type")
             texts = tuple(map(schema_text, given))
             names = (f"form {form} of {name}" for form, name in enumerate(map(schema_name, given, texts)))
             vars(self).update(schema=texts, names=tuple(names), forms=len(given))

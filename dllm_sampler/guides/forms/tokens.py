@@ -32,12 +32,8 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     order = [step["type"] for step in decoders]
     late = "Fuse" in order and "Replace" in order[order.index("Fuse") :]
     if late or getattr(tokenizer, TIDIES, False):
-        step = "a Replace after the Fuse of its decoder" if late else f"{TIDIES}=true"
-        raise UserError(
-            "tokenizer-unsupported",
-            "A guide on a form does not support this tokenizer: it changes a text after joining the tokens, by"
-            f" {step}. Remove the guide.",
-        )
+        said = "A guide on a form does not support this tokenizer, which changes a text after joining the tokens."
+        raise UserError("tokenizer-unsupported", f"{said} Remove the guide.")
     if not decoders or kinds - known or any(old is None for old, _ in replaced):
         kind = ", ".join(sorted(kinds - known)) or ("Replace" if decoders else "missing, so spaces separate tokens")
         reason = f"A guide on a form does not support this tokenizer: its decoder is {kind}. Remove the guide."

@@ -145,14 +145,9 @@ def _symbol(
             raise UserError("grammar-invalid", f"{where}: {word} has no blanks around |. Add them.")
         elif len(word) > 2 and word[0] == word[-1] and word[0] in "\"'":
             expression = word[1:-1].encode()
-        elif word in ('""', "''"):
-            raise UserError("grammar-invalid", f"{where}: {word} is an empty text. Write $ alone for the empty body.")
-        elif word in ("$", "ε"):
-            raise UserError(
-                "grammar-invalid",
-                f"{where}: {word} stands for the empty body, and is not alone in it. Remove it, or write"
-                f' "{word}" for the sign.',
-            )
+        elif word in ("$", "ε", '""', "''"):
+            said = f"{where}: {word} is an empty text. Remove it, or write $ alone for the empty body."
+            raise UserError("grammar-invalid", said)
         elif word[0] in "\"'" and len(word) > 1:
             raise UserError(
                 "grammar-invalid",
