@@ -212,10 +212,8 @@ def check_known(options: Mapping[str, Any], *calls: Callable[..., Any]) -> None:
         raise TypeError(f"'{name}' is an option of {other}, not of this call. Pass it to {other}.")
     for group in config.GROUPS[1:]:
         if having := [one for one in config.names(group) if name in config.entry(group, one).settings]:
-            text = f'{group}={{"name": NAME, "{name}": {short(repr(options[name]))}}}'
-            where = f", where NAME is one of {', '.join(having)}" if len(having) > 1 else ""
-            text = text if where else text.replace("NAME", f'"{having[0]}"', 1)
-            raise TypeError(f"'{name}' is a setting of a plug-in. Write {text}{where}.")
+            text = f'{group}={{"name": "NAME", "{name}": {short(repr(options[name]))}}}'
+            raise TypeError(f"'{name}' is a setting of a plug-in. Write {text}, where NAME is {' or '.join(having)}.")
     near = nearest(name, [*known, *others], 1)
     hint = f", did you mean '{near[0]}'?" if near else "."
     raise TypeError(f"unknown option '{name}'{hint} The options are in the docstring of Sampler.")

@@ -104,10 +104,9 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
             raise UserError("option-syntax", f"{override.input_line} has an @, which is not supported. {way}.")
         kind = {list: "list", dict: "mapping"}.get(type(override.value()))
         if group in app.groups and (kind == "mapping" or (kind == "list" and group not in SEVERAL)):
-            takes = f"one name. Write {group}=NAME"
-            if group in SEVERAL:
-                takes = f"names. Write {group}=NAME or {group}=[NAME,NAME]"
-            raise UserError("option-missing", f"{override.input_line} is a {kind}, but {group} takes {takes}.")
+            takes = "names" if group in SEVERAL else "one name"
+            way = f"Write {group}=NAME"
+            raise UserError("option-missing", f"{override.input_line} is a {kind}, but {group} takes {takes}. {way}.")
     with uninterrupted():  # OmegaConf fails where Ctrl-C comes while it cleans up
         composed = _compose(app, parsed)
     if unread is not None:

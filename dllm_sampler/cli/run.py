@@ -53,9 +53,7 @@ def run(asked: Request) -> int:
     """
     options = asked.settings.options
     total = max(1, len(asked.prompts)) * options.samples
-    with (
-        _records(asked) or nullcontext() as records
-    ):  # a file that cannot be written is reported before the model loads
+    with _records(asked) or nullcontext() as records:  # reports a file that cannot be written before the model loads
         sampler = load(asked.settings)
         deer = None if options.target is None else verified(sampler, options)
         if deer is not None:

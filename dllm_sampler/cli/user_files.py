@@ -64,7 +64,7 @@ def with_config_dir(words: Sequence[str], run: Callable[[list[str]], int]) -> in
             name = word.partition("=")[2] if "=" in word else next(rest, "")
             folder = expanded(FLAG, name) if name else None
             if folder is None or not folder.is_dir():
-                raise UserError("file-missing", f"{FLAG} '{name}' is not an existing folder. Name one.")
+                raise UserError("file-missing", f"{FLAG} '{name}' is not an existing folder. Write {FLAG} FOLDER.")
         else:
             kept.append(word)
     with using(folder):

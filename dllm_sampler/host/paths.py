@@ -5,7 +5,7 @@ from contextlib import suppress
 from os import PathLike, fspath
 from pathlib import Path
 
-from dllm_sampler.errors import UserError, invalid, short
+from dllm_sampler.errors import UserError, short
 
 
 def expanded(what: str, given: str | PathLike[str]) -> Path:
@@ -36,19 +36,4 @@ def expanded(what: str, given: str | PathLike[str]) -> Path:
         raise UserError(
             "path-invalid", f"{what}={short(fspath(given))} cannot be used ({reason}). Correct it."
         ) from None
-    return path
-
-
-def folder(what: str, given: object) -> Path:
-    """Return the path of a folder, as `expanded` does, whether or not the folder exists.
-
-    Raises:
-        UserError: the path is not a text, is invalid, or leads to or through a file.
-    """
-    if not isinstance(given, str):
-        raise invalid(what, given, "Name a folder", "option-type")
-    path = expanded(what, given)
-    there = next(one for one in (path, *path.absolute().parents) if one.exists())
-    if not there.is_dir():
-        raise UserError("folder-invalid", f"{what}={short(given)} cannot be a folder: {there} is a file. Name another.")
     return path

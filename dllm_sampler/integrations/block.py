@@ -26,6 +26,7 @@ from dllm_sampler.engine.plugins import Plugins, assemble
 from dllm_sampler.errors import UserError
 from dllm_sampler.integrations.forms import OfAnswer, of_text
 from dllm_sampler.kernels.backend import TORCH, Backend
+from dllm_sampler.options import check_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,6 +99,7 @@ class BlockRule:
             raise UserError("engine-unsupported", why)
         guides = config.build("guide", guide)
         check_text(spec, guides, tokenizer)
+        check_options({"temperature": temperature, "top_k": top_k, "top_p": top_p})
         self.plugins = assemble(
             spec,
             given,

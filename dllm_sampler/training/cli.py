@@ -22,7 +22,8 @@ from dllm_sampler.cli.help import check_topics
 from dllm_sampler.cli.terminal import ending, say, show, written
 from dllm_sampler.cli.words import quoted
 from dllm_sampler.errors import NotWrittenError, UserError, first_line, invalid, unknown
-from dllm_sampler.host import files, paths
+from dllm_sampler.host import files
+from dllm_sampler.host.paths import expanded
 from dllm_sampler.host.reading import load_json
 from dllm_sampler.host.version import __version__
 from dllm_sampler.options import AUTO, check_threads
@@ -245,7 +246,9 @@ def read(words: Sequence[str]) -> Command:
     for key in ("rewards", "tasks"):
         if isinstance(word := settings.get(key), str):
             raise invalid(f"train.{key}", word, f"Write train.{key}={{{word}: 1}}", "option-type")
-    settings["output_dir"] = str(paths.folder("train.output_dir", settings.get("output_dir")))
+    if not isinstance(folder := settings.get("output_dir"), str):
+        raise invalid("train.output_dir", folder, "Name a folder", "option-type")
+    settings["output_dir"] = str(expanded("train.output_dir", folder))
     if not sys.stderr.isatty():  # a bar is for a terminal; in a file it would be a line a step
         settings.setdefault("disable_tqdm", True)
     own = config.check(f"train={name}", Command, {key: settings.pop(key) for key in OWN if key in settings})
