@@ -187,7 +187,7 @@ def test_tokens_of_an_example(encoder: Encoder) -> None:
     ("words", "said"),
     [
         ([], "Examples are missing. Set train.data=FILE.jsonl"),
-        (["output_dir=conf.txt/run"], "conf.txt is a file. Name another"),
+        (["data={DATA}", "output_dir=conf.txt/run"], "conf.txt/run cannot be written (Not a directory)"),
         (["data=gone.jsonl"], "train.data=gone.jsonl (No such file or directory)"),
         (["data=conf.txt"], "train.data=conf.txt has another ending than .jsonl, .json,"),
         (["data={DATA}", "longer=drop", "max_length=3"], "longer=drop leaves no examples"),

@@ -332,10 +332,11 @@ def test_half_a_character(prompt: Any, given: dict[str, Any]) -> None:
             "unknown option 'max_new_token', did you mean 'max_new_tokens'?",
         ),
         ("temp", "unknown option 'temp', did you mean 'temperature'?"),
-        ("p", '\'p\' is a setting of a plug-in. Write guide={"name": "top_p", "p": 1}.'),
+        ("p", '\'p\' is a setting of a plug-in. Write guide={"name": "NAME", "p": 1}, where NAME is top_p.'),
         (
             "relaxed",
-            '\'relaxed\' is a setting of a plug-in. Write scheduler={"name": "localleap", "relaxed": 1}.',
+            '\'relaxed\' is a setting of a plug-in. Write scheduler={"name": "NAME", "relaxed": 1}, where'
+            " NAME is localleap.",
         ),
         ("option", "unknown option 'option'."),
         ("order", "'order' is an option of generate_many, not of this call. Pass it to generate_many."),
