@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import config
-from dllm_sampler.core.checks import check_count
+from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Denoiser
@@ -33,7 +33,7 @@ from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.kernels import backend as backends
 from dllm_sampler.kernels.backend import Backend
 from dllm_sampler.models import loading
-from dllm_sampler.models.cfg import check_scale, compiled, guided, laid_out
+from dllm_sampler.models.cfg import compiled, guided, laid_out
 from dllm_sampler.models.rows import FunctionDenoiser, LogitsFunction
 from dllm_sampler.options import GenerateOptions, Progress, SamplerOptions, check_known, check_options, end_token_ids
 from dllm_sampler.result import Answer, Commits, Result, Scores
@@ -161,7 +161,7 @@ class Sampler:
         # Refuse mistakes before a checkpoint is read, which may take minutes.
         check_known(options, cls.from_pretrained, cls.generate_many, cls.generate)
         check_options(options)
-        check_scale(scale)
+        check_number("model.cfg_scale", scale, finite=True)
         denoiser, tokenizer = loading.load(**settings, dtype=dtype, device=device)
         loading.warn_of_sampling(denoiser.spec, options)
         sampler = cls(guided(denoiser, scale), tokenizer=tokenizer, **options)

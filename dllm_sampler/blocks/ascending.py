@@ -42,7 +42,7 @@ class AscendingBlocks(Blocks):
             raise UserError(
                 "option-range",
                 f"blocks.count={self.count} is too large for {counted(tokens, 'new token')}. Set"
-                f" {'at most ' * (steps > 1)}{max(steps, 1)}.",
+                f" at most {max(steps, 1)}.",
             )
         later = [2 ** (steps - 1) + 1 + tokens - 2**steps, *(2 ** (steps - 2 - i) for i in range(self.count - 2))]
         sizes = list(reversed(later[: self.count - 1]))

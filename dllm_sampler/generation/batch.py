@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.around import Around
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import is_random
 from dllm_sampler.core.recorder import Recorder, aligned
@@ -137,12 +136,9 @@ def warn_of_forwards(plugins: Plugins, result: Result) -> bool:
     steps, made = plugins.scheduler.total_steps, int(result.trace.nfe.max())
     if steps is None or made <= steps:
         return False
-    scheduler, path = plugins.scheduler, "scheduler"
-    while isinstance(scheduler, Around):
-        scheduler, path = scheduler.inner, path if hasattr(scheduler, "stands_for") else f"{path}.inner"
     warnings.warn(
-        f"{path}.steps={steps} was exceeded: {path}={named(scheduler)} made {made} forwards to commit all tokens. Each"
-        " block takes at least one, so longer blocks may need fewer.",
+        f"steps={steps} of scheduler={named(plugins.scheduler)} was exceeded: it made {made} forwards to commit all"
+        " tokens. Each block takes at least one, so longer blocks may need fewer.",
         NoEffectWarning,
         stacklevel=4,
     )

@@ -69,10 +69,8 @@ def answers(
     ranks, rows = Ranks.of(runtime.denoiser), runtime.plugins.particles.count
     if ranks.mesh is not None and runtime.plugins.particles.needs_likelihood:
         raise ranks_need_in_flight_error(f"particles={named(runtime.plugins.particles)} makes forwards at the end")
-    if ranks.mesh is not None and batching == "static":
-        raise ranks_need_in_flight_error("batching=static answers prompts batch by batch", "Remove it.")
-    if ranks.mesh is not None and reason is not None:
-        raise ranks_need_in_flight_error(reason)
+    if ranks.mesh is not None and (reason is not None or batching == "static"):
+        raise ranks_need_in_flight_error(reason or "batching=static answers prompts batch by batch")
     if reason is not None:
         warn(BATCHES.format(reason))
     if rows > batch_size:
@@ -423,11 +421,10 @@ class Many:
             self.asked.progress(self.forwards, self.tokens_started - self.masks_left - masks, self.tokens_started)
 
 
-def ranks_need_in_flight_error(
-    reason: str, advice: str = "Use other plug-ins, or do not shard the model."
-) -> UserError:
-    """Return the error for a sharded model whose prompts cannot be answered in flight, for a `reason`."""
+def ranks_need_in_flight_error(reason: str) -> UserError:
+    """Return the error for a sharded model whose prompts cannot be answered in flight."""
     return UserError(
         "ranks-unsupported",
-        f"{reason}, so ranks that share weights would make different numbers of forwards. {advice}",
+        f"{reason}, so ranks that share weights would make different numbers of forwards. Change that, or do not"
+        " shard the model.",
     )

@@ -288,8 +288,7 @@ def check_forms(given: Any, known: int) -> int | list[int] | None:
     for at, one in enumerate([found] if isinstance(found, int) else found):
         if not 0 <= one < known:
             where = "forms" if isinstance(found, int) else f"forms[{at}]"
-            right = "Set 0, since there is one form" if known == 1 else f"Set a number from 0 to {known - 1}"
-            raise invalid(where, one, right, "form-number")
+            raise invalid(where, one, f"Set a number from 0 to {known - 1}", "form-number")
     return found
 
 

@@ -89,14 +89,10 @@ def reasons_against(runtime: Runtime) -> Iterator[str]:
         "remasks or replaces tokens": traits.revises,
         "drafts tokens and verifies them": traits.drafts,
         "changes the length of answers": traits.has(ChangingLength),
+        "has a state for the whole batch": traits.has(BatchState),
     }
     for fact in (fact for fact, holds in facts.items() if holds):
-        yield f"{scheduler} {fact}, so that an answer has many paths. Use scheduler=fixed with scheduler.score=margin."
-    if traits.has(BatchState):
-        yield (
-            f"{scheduler} has a state for the whole batch, which scores do not follow. Use scheduler=fixed with"
-            " scheduler.score=margin."
-        )
+        yield f"{scheduler} {fact}, so that scores would not be exact. Use scheduler=fixed with scheduler.score=margin."
     if not is_random(plugins.guides):
         if traits.own_tokens:
             yield (

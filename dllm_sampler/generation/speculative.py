@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from dllm_sampler.blocks.fixed import FullBlock
 from dllm_sampler.cache.none import once
-from dllm_sampler.core.checks import check_count, check_switch, is_whole
+from dllm_sampler.core.checks import check_count, is_whole
 from dllm_sampler.core.draw import Barred, rewritten
 from dllm_sampler.core.ends import end_ids, is_end
 from dllm_sampler.core.naming import named
@@ -88,7 +88,6 @@ class SpeculativeSampler:
         self.drafter = drafter.runtime
         spec, plugins = self.drafter.denoiser.spec, self.drafter.plugins
         check_count("draft_length", draft_length, 0)
-        check_switch("scheduled", scheduled)
         if spec.mask_id is None:
             raise UserError(
                 "mask-token-missing",

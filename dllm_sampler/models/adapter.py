@@ -138,12 +138,9 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         other = f", only {pickles[0]}. Convert that to safetensors." if pickles else ". Copy the whole adapter again."
         raise UserError("adapter-invalid", f"{folder} has no {WEIGHTS}{other}")
     try:
-        found = load_file(file)
+        return load_file(file)
     except (SafetensorError, OSError) as error:
         raise UserError("checkpoint-damaged", f"Cannot read {file} ({first_line(error)}). Copy it again.") from None
-    if not found:
-        raise UserError("adapter-invalid", f"{file} has no tensors. Copy the whole adapter again.")
-    return found
 
 
 def _modules(tensors: Collection[str], known: set[str], folder: Path) -> set[str]:

@@ -175,11 +175,6 @@ class Reading(Cache):
 def load(path: str, spec: ModelSpec, name: str = "scheduler.verifier") -> Verifier:
     """Load a causal LM from a folder or the hub, in the diffusion model's dtype and on its device.
 
-    Args:
-        path: a folder or a hub id. An adapter of peft in it is merged.
-        spec: the spec of the diffusion model.
-        name: the option that named the verifier, for errors.
-
     Raises:
         UserError: the checkpoint is missing or cannot be loaded.
     """
@@ -193,11 +188,6 @@ def load(path: str, spec: ModelSpec, name: str = "scheduler.verifier") -> Verifi
 
 def fit(verifier: object, spec: ModelSpec, name: str = "scheduler.verifier") -> Verifier:
     """Return a `Verifier` from a path, a hub id or a live model, if its vocabulary is the diffusion model's.
-
-    Args:
-        verifier: a folder, a hub id or a causal LM of transformers.
-        spec: the spec of the diffusion model.
-        name: the option that named the verifier, for errors.
 
     Raises:
         UserError: the verifier is missing or of another type, cannot be loaded, or has another vocabulary.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.checks import check_number
 from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Denoiser, Plan, ReusesGuidance
 from dllm_sampler.core.spec import ModelSpec
@@ -118,19 +119,13 @@ def compiled(denoiser: Denoiser) -> Denoiser:
     return replace(denoiser, compile=True)
 
 
-def check_scale(scale: float) -> None:
-    """Refuse a guidance strength that is negative, infinite or NaN."""
-    if not 0 <= scale < float("inf"):
-        raise UserError("option-range", f"model.cfg_scale={scale:g} is invalid. Set a finite number of at least 0.")
-
-
 def guided(denoiser: Denoiser, scale: float) -> Denoiser:
     """Return `denoiser` under guidance of strength `scale`. Returns `denoiser` itself if that is 0.
 
     Raises:
         UserError: a negative or infinite scale, or a model without a mask token.
     """
-    check_scale(scale)
+    check_number("model.cfg_scale", scale, finite=True)
     if scale > 0 and denoiser.spec.mask_id is None:
         said = f"model.cfg_scale={scale:g} needs a mask token, and this model has none. Remove model.cfg_scale."
         raise UserError("mask-token-missing", said)

@@ -27,7 +27,6 @@ from dllm_sampler.kernels.backend import Backend, LayerKernels, has_hooks
 from dllm_sampler.models import fused
 from dllm_sampler.models.attention_means import Watching
 from dllm_sampler.models.compiled import Parts
-from dllm_sampler.models.fields import shown
 from dllm_sampler.models.packed import PackedAttention
 from dllm_sampler.models.soft import soft_inputs
 from dllm_sampler.models.transformer import Layer, Rope, Transformer, pick_rows
@@ -217,20 +216,10 @@ class TransformerDenoiser:
 
 
 def check_tokens(size: int, **tokens: object) -> None:
-    """Refuse special tokens outside a vocabulary of `size` tokens. None stands for no token.
-
-    Raises:
-        UserError: a token is not a whole number from 0 to `size - 1`. The message has its keyword.
-    """
+    """Refuse special tokens outside a vocabulary of `size` tokens. None stands for no token."""
     for name, token in tokens.items():
         if token is not None and not (is_whole(token) and 0 <= token < size):
-            raise token_error(name, token, size)
-
-
-def token_error(name: str, token: object, size: int) -> UserError:
-    """Return the error for a token that is not one of a vocabulary of `size` tokens."""
-    said = shown(token) if is_whole(token) else as_typed(token)
-    return UserError("token-outside-vocabulary", f"{name}={said} is invalid. Set a token id from 0 to {size - 1}.")
+            raise invalid(name, token, f"Set a token id from 0 to {size - 1}", "token-outside-vocabulary")
 
 
 def checked_ends(eos_id: int | Sequence[int], size: int) -> int | tuple[int, ...]:

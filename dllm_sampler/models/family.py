@@ -96,17 +96,10 @@ class Family:
         if self.block_length is not None:
             length = self.block_length(fields)
             if length > config.max_positions:
-                key = next((key for key in ("block_size", "bd_size") if key in fields.read), "the block length")
-                reason = f"{key} is {length}, above max_position_embeddings={config.max_positions}"
-                raise config_error(source, reason)
+                raise config_error(source, f"blocks of {length} exceed the context of {config.max_positions} tokens")
         fields.refuse_rest(self.name, self.ignored)
         if config.num_heads % config.num_kv_heads:
-            keys = (
-                ("n_heads", "n_kv_heads")
-                if "n_heads" in fields.read
-                else ("num_attention_heads", "num_key_value_heads")
-            )
-            reason = f"{keys[0]}={config.num_heads} is not a multiple of {keys[1]}={config.num_kv_heads}"
+            reason = f"{config.num_heads} attention heads are not a multiple of {config.num_kv_heads} key-value heads"
             raise config_error(source, reason)
         return config
 

@@ -110,7 +110,7 @@ class Fields:
 
     def depth(self, key: str) -> int:
         """Return a number of layers that is not larger than that of the checkpoint's tensors."""
-        value = Fields(self.raw, self.source, read=self.read).size(key)
+        value = self.size(key)
         if self.layers is not None and value > self.layers:
             enough = counted(self.layers, "layer")
             raise config_error(self.source, f"{key} is {shown(value)}, but the tensors are enough for {enough}")

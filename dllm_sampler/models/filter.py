@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.errors import UserError, counted, first_line
+from dllm_sampler.errors import UserError, first_line
 from dllm_sampler.host import files
 from dllm_sampler.host.paths import expanded
 from dllm_sampler.host.reading import load_json
@@ -58,14 +58,10 @@ def find(path: str | None, spec: ModelSpec) -> Path:
     """Return the filter's file: `path`, or by default the one in the model's checkpoint.
 
     Raises:
-        UserError: `path` is not a file, or it is None and the checkpoint has no filter.
+        UserError: `path` is None and the checkpoint has no filter.
     """
     if path is not None:
-        found = expanded("scheduler.filter", path)
-        if found.is_file():
-            return found
-        reason = "is a folder" if found.is_dir() else "does not exist"
-        raise UserError("filter-invalid", f"scheduler.filter={path} {reason}. Name a file, for example FOLDER/{FILE}.")
+        return expanded("scheduler.filter", path)
     if spec.folder is None or not (spec.folder / FILE).is_file():
         raise UserError(
             "option-missing",
@@ -108,7 +104,7 @@ def load(path: Path, spec: ModelSpec) -> Layers:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
             said = load_json((file.metadata() or {}).get("filter", "{}"))  # published filters say nothing
     except (OSError, SafetensorError, ValueError) as error:
-        text = f"scheduler.filter: {path} is not a safetensors file ({first_line(error)}). Name another file."
+        text = f"scheduler.filter: cannot read {path} as safetensors ({first_line(error)}). Name another file."
         raise UserError("filter-invalid", text) from error
     said = said if isinstance(said, dict) else {}
     if said.get("schema", SCHEMA) != SCHEMA:
@@ -124,19 +120,16 @@ def load(path: Path, spec: ModelSpec) -> Layers:
             )
     names = [f"fc{index + 1}" for index in range(len(tensors) // 2)]
     if not names or set(tensors) != {f"{name}.{part}" for name in names for part in ("weight", "bias")}:
-        listed = f" ({', '.join([*tensors][:3])}{', ...' * (len(tensors) > 3)})" if tensors else ""
         raise UserError(
             "filter-invalid",
-            f"scheduler.filter: {path} has {counted(len(tensors), 'tensor')}{listed}, not fc1.weight, fc1.bias,"
-            " fc2.weight and so on. Name a filter.",
+            f"scheduler.filter: {path} does not have exactly the tensors fc1.weight, fc1.bias, fc2.weight and so on."
+            " Name a filter.",
         )
     layers = tuple((tensors[f"{name}.weight"].float(), tensors[f"{name}.bias"].float()) for name in names)
     size = layers[0][0].shape[-1] if layers[0][0].dim() else 0
-    for name, (weight, bias) in zip(names, layers, strict=True):
-        if weight.dim() != 2 or weight.shape[1] != size or bias.shape != weight.shape[:1] or not weight.numel():
-            shapes = f"{list(weight.shape)} and {list(bias.shape)}"
-            said = f"scheduler.filter: {path} has {name}.weight and {name}.bias of shapes {shapes}"
-            raise UserError("filter-invalid", f"{said}, which do not fit. Name another file.")
+    for weight, bias in layers:
+        if weight.dim() != 2 or weight.shape[1] != size or bias.shape != weight.shape[:1]:
+            raise UserError("filter-invalid", f"scheduler.filter: shapes in {path} do not match. Name another file.")
         size = weight.shape[0]
     if size != layers[0][0].shape[1]:
         shape = f"{layers[0][0].shape[1]} positions to {size}"

@@ -32,11 +32,6 @@ def drive(
     """Return a `Drive` that runs the layers on kernels, or None if their modules must run.
 
     Args:
-        kernels: the kernels of a layer. Without them the result is None.
-        model: the network.
-        canvas: the state before the step.
-        query: the candidates.
-        plan: the plan of the forward.
         together: see `Layer.mlp`.
     """
     cache = plan.cache

@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -183,12 +182,7 @@ def with_adapter(
 
 
 def warn_of_sampling(spec: ModelSpec, options: Mapping[str, Any]) -> None:
-    """Warn of sampling settings in a checkpoint's generation config, which have no effect. `options` may set their own.
-
-    Args:
-        spec: the model. Nothing happens if it was not loaded from a folder.
-        options: the options of the sampler.
-    """
+    """Warn of sampling settings of a checkpoint, which have no effect here, unless `options` set their own."""
     if spec.folder is None:
         return
     file = spec.folder / "generation_config.json"
@@ -200,7 +194,7 @@ def warn_of_sampling(spec: ModelSpec, options: Mapping[str, Any]) -> None:
     chosen = any(options.get(name) not in (None, [], (), "none") for name in ("temperature", "top_k", "top_p", "guide"))
     values: dict[str, Any] = {}  # those that have options of the same names
     if draws and not chosen:
-        values = {"temperature": heat if is_real(heat) and 0 < heat < inf else 1.0}
+        values = {"temperature": heat or 1.0}
         values |= {name: raw[name] for name, off in (("top_k", 0), ("top_p", 1)) if raw.get(name) not in (None, off)}
     asked = {name: raw[name] for name in ("do_sample", *values) if values and raw.get(name) is not None}
     others = {name: raw[name] for name in FILTERS if draws and raw.get(name) not in (None, 0, 1)}

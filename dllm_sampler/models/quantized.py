@@ -35,9 +35,6 @@ def quantize(model: Transformer, device: torch.device) -> None:
     Each number becomes the nearest of 255 multiples of a scale. A row of the weight has one scale. Activations keep
     their dtype, and the model cannot be trained. Weights that are multiplied together become adjacent in memory
     (`fused.adjacent`).
-
-    Raises:
-        UserError: as `check`.
     """
     check(model.config)
     from torchao.quantization import Int8WeightOnlyConfig, quantize_

@@ -33,11 +33,7 @@ def read_qwen(fields: Fields, **changes: Any) -> TransformerConfig:
 
 
 def experts(fields: Fields, **settings: Any) -> MoeConfig:
-    """Return the shape of the expert layers, from fields that families share and from `settings`.
-
-    Raises:
-        UserError: a field is invalid, or the numbers of experts contradict each other.
-    """
+    """Return the shape of the expert layers, from fields that families share and from `settings`."""
     bias = fields.flag("moe_router_enable_expert_bias", False)
     moe = MoeConfig(
         **{"num_experts": fields.size("num_experts"), "top_k": fields.size("num_experts_per_tok"), "bias": bias}

@@ -18,7 +18,7 @@ from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.core.visibility import visible
 from dllm_sampler.errors import UserError, first_line, invalid, short
-from dllm_sampler.models.denoiser import spent, token_error
+from dllm_sampler.models.denoiser import spent
 
 LogitsFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -108,7 +108,8 @@ class FunctionDenoiser(RowsDenoiser):
         given = [("mask_id", mask_id), *(("eos_id", end) for end in ends)]
         for name, token in given if pad_id is None else [*given, ("pad_id", pad_id)]:
             if not is_whole(token) or not 0 <= token < vocab_size:
-                raise token_error(name, token, vocab_size)
+                way = f"Set a token id from 0 to {vocab_size - 1}"
+                raise invalid(name, token, way, "token-outside-vocabulary")
         first, *others = end_ids(cast("tuple[int, ...]", ends))
         weight = next(function.parameters(), None) if isinstance(function, nn.Module) else None
         spec = ModelSpec(

@@ -27,8 +27,6 @@ def mixed(mixture: Mixture, places: Tensor, mask_id: int, hidden: Tensor, embed:
     quantised or adapted.
 
     Args:
-        mixture: the mixtures, each a list of tokens and weights. The rest of the weights is the mask token's.
-        mask_id: the mask token.
         places: `[T]` index of each entry's mixture, see `Pack.mixed`.
         hidden: `[1, T, D]` the tokens' embeddings.
         embed: returns the embeddings `[..., D]` of tokens `[...]`.

@@ -166,7 +166,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             )
         raise UserError("checkpoint-incomplete", f"{folder} has no weights ({SINGLE} or {INDEX}). Copy them there.")
     located = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(located, dict) or not located or not all(isinstance(shard, str) for shard in located.values()):
+    if not isinstance(located, dict) or not all(isinstance(shard, str) for shard in located.values()):
         raise UserError(
             "checkpoint-damaged", f"{folder / INDEX} has no weight_map from tensors to shards. Copy it again."
         )
@@ -181,8 +181,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             raise UserError("checkpoint-incomplete", f"{folder / INDEX}: the shard {shard} is missing. Copy it there.")
         for name in _names(folder / shard):
             files[name] = folder / shard
-    lost = [name for name in located if name not in files]
-    complain(folder, "lacks {} that its index names", lost, "Copy the whole checkpoint again")
+    complain(folder, "lacks {} that its index names", [name for name in located if name not in files])
     return files
 
 
@@ -200,10 +199,8 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     try:
         found = load_json(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError("json-invalid", f"Cannot read {file} ({error.strerror}). Make it readable.") from None
-    except ValueError as error:
-        raise UserError("json-invalid", f"{file} is not JSON ({error}). Copy it again.") from None
+    except (ValueError, OSError) as error:
+        raise UserError("json-invalid", f"Cannot read {file} as JSON ({error}). Copy it again.") from None
     if not isinstance(found, dict):
         raise UserError("json-invalid", f"{file} contains {shown(found)}, not a JSON object. Copy it again.")
     return found
@@ -212,32 +209,22 @@ def read_json(file: Path) -> dict[str, Any]:
 def _names(file: Path) -> list[str]:
     try:
         with safe_open(file, framework="pt") as opened:
-            names = list(opened.keys())
+            return list(opened.keys())
     except (SafetensorError, OSError) as error:
         raise _corrupt(file, error) from None
-    if not names:
-        raise UserError("checkpoint-damaged", f"{file} has no tensors. Copy or download it again.")
-    return names
 
 
 def _corrupt(file: Path, error: Exception) -> UserError:
     return UserError("checkpoint-damaged", f"Cannot read {file} ({error}). Copy or download it again.")
 
 
-def complain(
-    folder: Path,
-    what: str,
-    tensors: list[str],
-    way: str = "Correct its config.json, or copy the whole checkpoint again",
-) -> None:
+def complain(folder: Path, what: str, tensors: list[str]) -> None:
     """Raise an error that counts `tensors` and names up to three of them. Does nothing if there are none.
 
-    Args:
-        what: what is wrong with them. `{}` in it stands for their number, for example `2 tensors`.
-        way: what to do, without the full stop.
+    `{}` in `what` stands for their number, for example `2 tensors`.
     """
     if tensors:
         more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
         listing = f"{', '.join(tensors[:3])}{more}"
         wrong = f"{folder} {what.format(counted(len(tensors), 'tensor'))}: {listing}"
-        raise UserError("checkpoint-tensors", f"{wrong}. {way}.")
+        raise UserError("checkpoint-tensors", f"{wrong}. Copy the whole checkpoint again, or correct its files.")

@@ -46,11 +46,10 @@ class BestOfN(SeveralRows):
         bound = super().bind(context)
         if self.by != "reward":
             if self.reward is not None:
-                reward = getattr(self.reward, "__name__", self.reward)
                 raise UserError(
                     "option-not-applicable",
-                    f"particles.reward={reward} has no effect with particles.by={self.by}. Set particles.by=reward, or"
-                    " remove particles.reward.",
+                    f"particles.reward has no effect with particles.by={self.by}. Remove it, or set"
+                    " particles.by=reward.",
                 )
             return bound
         return with_bound_fields(bound, judge=judge_of(self.reward, f"particles={named(self)}", context))

@@ -12,7 +12,7 @@ from dllm_sampler.core.checks import check_number
 from dllm_sampler.core.protocols import Context
 from dllm_sampler.core.spec import JudgedTokens, Traits, with_bound_fields
 from dllm_sampler.core.values import Canvas, Query, Readout
-from dllm_sampler.errors import UserError, first_line
+from dllm_sampler.errors import UserError
 from dllm_sampler.host.paths import expanded
 from dllm_sampler.host.reading import load_json
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -71,20 +71,15 @@ class PositionCalibrated(FixedSteps):
             way = 'Name a JSON file such as {"num_token": 100, "p_baseline_dict": {"5": 12}}, with a count by token id.'
             try:
                 table = load_json(path.read_text(encoding="utf-8"))
-            except OSError as error:
-                raise UserError("file-unreadable", f"{name} cannot be read ({error.strerror}). {way}") from error
-            except ValueError as error:
-                raise UserError("file-invalid", f"{name} is not JSON in UTF-8 ({first_line(error)}). {way}") from error
-            try:
                 total = float(table["num_token"])
                 counts = {int(token): float(count) for token, count in table["p_baseline_dict"].items()}
+            except OSError as error:
+                raise UserError("file-unreadable", f"{name} cannot be read ({error.strerror}). {way}") from error
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError("file-invalid", f"{name} is not a table of token counts. {way}") from error
-            wrong = next((token for token, count in counts.items() if not 0 <= count < math.inf), None)
-            if wrong is not None or not 0 < total < math.inf:
-                said = f"the num_token {total:g}" if wrong is None else f"the count {counts[wrong]:g} for token {wrong}"
-                least = "above 0" if wrong is None else "of at least 0"
-                raise UserError("file-invalid", f"{name} has {said}. Set a finite number {least} there.")
+            if not 0 < total < math.inf or not all(0 <= count < math.inf for count in counts.values()):
+                said = f"{name} has a num_token that is not above 0, or a count that is negative or infinite"
+                raise UserError("file-invalid", f"{said}. {way}")
             share.fill_(1 / total)
             known = [token for token in counts if 0 <= token < spec.vocab_size]
             share[known] = torch.tensor([counts[token] / total for token in known])

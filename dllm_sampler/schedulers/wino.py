@@ -11,7 +11,6 @@ from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import top
 from dllm_sampler.core.spec import AllColumns, ShadowRows, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
 
 
 def wide(eligible: Tensor, sure: Tensor, threshold: float, share: float, least: int, most: int) -> Tensor:
@@ -58,10 +57,7 @@ class Wino(Scheduler):
         for name in ("threshold", "back", "share"):
             check_number(f"scheduler.{name}", getattr(self, name))
         check_count("scheduler.least", self.least)
-        check_count("scheduler.most", self.most)
-        if self.most < self.least:
-            said = f"scheduler.most={self.most} is below scheduler.least={self.least}"
-            raise UserError("option-range", f"{said}. Raise scheduler.most, or lower scheduler.least.")
+        check_count("scheduler.most", self.most, self.least)
 
     @property
     @override

@@ -193,7 +193,7 @@ def test_adapters_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"temperature": 0.2}, {}, "Set temperature=0.2 to draw"),
         ({"repetition_penalty": 1.1}, {"temperature": 1.0}, "asks for repetition_penalty=1.1"),
         (
-            {"do_sample": True, "temperature": "x", "min_p": 0.1},
+            {"do_sample": True, "temperature": 1.0, "min_p": 0.1},
             {},
             "Set temperature=1.0 to draw tokens that way, without",
         ),

@@ -269,7 +269,6 @@ def index(change: Callable[[Path, dict], object]) -> Damage:
             "checkpoint-tensors: blocks.0, 15",
         ),
         (tensors(lambda t: t.update(more=torch.ones(1))), "checkpoint-tensors: 1 tensor that, more"),
-        (tensors(lambda t: t.clear()), "checkpoint-damaged: model.safetensors has no tensors"),
         (
             tensors(lambda t: t.update({BLOCK + "k_proj.weight": torch.ones(16, 16)})),
             "checkpoint-tensors: model.transformer.blocks.0.k_proj.weight, [16, 16]",
@@ -285,7 +284,6 @@ def index(change: Callable[[Path, dict], object]) -> Damage:
             index(lambda f, _: (f / "model-00002-of-00002.safetensors").unlink()),
             "checkpoint-incomplete: model-00002-of-00002.safetensors",
         ),
-        (index(lambda _, content: content["weight_map"].clear()), "checkpoint-damaged: weight_map"),
         (index(lambda _, content: content.pop("weight_map")), "checkpoint-damaged: weight_map"),
         (index(lambda _, content: content["weight_map"].update(a="../a.safetensors")), 'checkpoint-damaged: "../a.saf'),
         (

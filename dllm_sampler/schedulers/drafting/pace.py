@@ -27,12 +27,7 @@ class Pace:
     tables: dict[tuple[int, int, int], Table] = field(default_factory=dict, repr=False)
 
     def next(self, made: ForwardRequest, seconds: float) -> int:
-        """Record the duration of the last step, and return the number of candidates for the next forward.
-
-        Args:
-            made: the request for the last forward.
-            seconds: duration of the last step.
-        """
+        """Record the duration of the last step, and return the number of candidates for the next forward."""
         sizes = made.sizes
         batch, columns = made.computed.shape
         # Prompts of nearly one length share a table: their forwards differ less than the slack.

@@ -144,12 +144,7 @@ class Routing:
         return verifies, state._replace(arm=2 * bucket + verifies)
 
     def learnt(self, state: Routed, over: Tensor, gained: Tensor) -> Routed:
-        """Return the state with the gains of finished rounds.
-
-        Args:
-            over: `[B] bool` rows whose round is over.
-            gained: `[B]` tokens per forward that the round committed.
-        """
+        """Return the state after the rounds `over [B] bool`, which committed `gained [B]` tokens per forward."""
         if self.policy != "contextual_bandit_ucb":
             return state
         at = state.arm[:, None]
