@@ -13,7 +13,7 @@ from dllm_sampler.core.select import at_least_one
 from dllm_sampler.core.spec import CausalQueries, LeftToRightVerifier, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.schedulers.s2d2 import upto_failure
+from dllm_sampler.schedulers.s2d2 import drafting_for, upto_failure
 from dllm_sampler.schedulers.threshold import Threshold
 
 
@@ -64,7 +64,7 @@ class LinearSpec(Threshold):
             raise UserError(
                 "scheduler-incompatible",
                 f"{name} needs a model with a causal context (Nemotron-Labs-Diffusion), which this model does not have."
-                " Use another scheduler, for example threshold.",
+                f" Use scheduler={drafting_for(context.spec)}.",
             )
         if context.blocks.sizes_on_open:
             raise UserError(

@@ -104,7 +104,7 @@ class SelfVerified(Routing, DynamicThreshold):
             raise UserError(
                 "scheduler-incompatible",
                 f"scheduler={named(self)} verifies drafts by a block-causal model at block size 1 (SDAR, LLaDA2), and"
-                f" this model {what}. Use another scheduler, for example threshold.",
+                f" this model {what}. Use scheduler={drafting_for(spec)}.",
             )
         return with_bound_fields(super().bind(context), model=spec, draws=context.draws)
 
@@ -209,6 +209,15 @@ class SelfVerified(Routing, DynamicThreshold):
         """Return `[B, Q]` tokens drawn in proportion to `weight [B, Q, V]`. Those at `failed [B, Q]` are used."""
         assert readout.draw is not None
         return readout.draw.drawn(weight[:, None])[:, 0]
+
+
+def drafting_for(spec: ModelSpec) -> str:
+    """Return the name of a drafting scheduler that supports a model, or `block_refine` if it has no mask token."""
+    if spec.mask_id is None:
+        return "block_refine"
+    if spec.attention == "causal_context":
+        return "linear_spec"
+    return "s2d2" if spec.attention == "block_causal" and not spec.shift else "freedave"
 
 
 def leading(canvas: Canvas, positions: Tensor, eligible: Tensor) -> Tensor:
