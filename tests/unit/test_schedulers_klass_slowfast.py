@@ -53,7 +53,7 @@ def test_filling_every_mask_takes_nothing_back() -> None:
         (Wino, {"threshold": -1}),
         (Wino, {"back": None}),
         (Wino, {"least": 0}),
-        (Wino, {"most": 7, "least": 8}),
+        (Wino, {"least": 8, "most": 7}),
         (SlowFast, {"threshold": -1.0}),
         (SlowFast, {"glimpse": -1.0}),
         (SlowFast, {"slow": -1}),
