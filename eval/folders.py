@@ -120,11 +120,7 @@ class RunFolder:
         return about is not None and len(self._read([self.path / SAMPLES])) >= about["samples"]
 
     def records(self) -> list[Record]:
-        """Return the finished samples in the order of their indices.
-
-        Raises:
-            UserError: a file cannot be read, or a line is not a sample of this run.
-        """
+        """Return the finished samples in the order of their indices."""
         return [record for _, record in sorted(self._lines().items())]
 
     def done(self) -> set[int]:

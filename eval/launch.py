@@ -41,12 +41,7 @@ LAUNCHER = "hydra/launcher="
 
 
 def launch(words: Sequence[str], found: Sequence[Job], console: Console) -> dict[str, str]:
-    """Run all jobs of a command line, and return the reasons of those that cannot run, by the runs' names.
-
-    Raises:
-        NotWrittenError: the output folder or samples cannot be written.
-        UserError: the words about processes conflict, a launcher cannot run, a `run.json` is invalid, or see `run_all`.
-    """
+    """Run all jobs of a command line, and return the reasons of those that cannot run, by the runs' names."""
     workers = max(job.options.workers for job in found)
     named = any(word.startswith(LAUNCHER) and word != f"{LAUNCHER}basic" for word in words)
     if accelerated() is not None and (named or workers > 1):
@@ -95,10 +90,7 @@ def run_in_process(found: Sequence[Job], console: Console) -> dict[str, str]:
 
 
 def run_in_workers(words: Sequence[str], found: Sequence[Job], workers: int, named: bool) -> dict[str, str]:
-    """Run all jobs in workers of the Hydra launcher that the words name, or of joblib if they name none.
-
-    Returns the reason of each refused run by its name.
-    """
+    """Run all jobs in workers of the Hydra launcher that the words name, else of joblib, as `run_in_process` does."""
     said = [word for word in words if of_hydra(word) and word != f"{LAUNCHER}basic"]
     if not named:
         said.append(f"{LAUNCHER}joblib")

@@ -48,10 +48,7 @@ class Share:
     world: int = 1
 
     def has(self, job: int, batch: int) -> bool:
-        """Return True if this process runs a batch of a job. Both are numbers.
-
-        Each job begins with another process, so that many small jobs are shared evenly.
-        """
+        """Return True if this process runs the batch. The first batches of successive jobs have different processes."""
         return (job + batch) % self.world == self.rank
 
 
@@ -132,7 +129,8 @@ class Runner:
             bound = next(one for one in self.sampler.plugins.guides if isinstance(one, Demanded))
             self.plugins["guide"] = (*self.plugins["guide"][:-1], bound)
         laid_out(self.sampler.denoiser, self.sampler.kernels)
-        if self.tokenizer is None and any(isinstance(sample.prompt, str) for sample in task.samples()[:1]):
+        first: Any = task.samples()[0].prompt
+        if self.tokenizer is None and (isinstance(first, str) or any(isinstance(one, Mapping) for one in first)):
             raise UserError(
                 "tokenizer-missing",
                 f"task={job.choices['task']} has text prompts, but the model has no tokenizer. Add one to its folder.",

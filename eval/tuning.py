@@ -218,11 +218,7 @@ class Tuner:
         return found
 
     def measure(self, words: Sequence[str], chosen: Sequence[str]) -> Found | str:
-        """Return a configuration's results on all tasks, or the reason that it cannot run.
-
-        Raises:
-            UserError: the answers have no texts, whose tokens `tune.measure` counts.
-        """
+        """Return a configuration's results on all tasks, or the reason that it cannot run."""
         from dllm_sampler.eval.launch import run_all
         from dllm_sampler.eval.runner import Share
 

@@ -159,11 +159,7 @@ class SamplerLM(LM):
         return found
 
     def _request(self, kwargs: dict[str, Any]) -> tuple[Sampler, int, list[str]]:
-        """Return the sampler, the length of the canvas and the stop strings for the options of a request.
-
-        Raises:
-            UserError: an option, which a task or `--gen_kwargs` sets, has a wrong value.
-        """
+        """Return the sampler, the length of the canvas and the stop strings for the options of a request."""
         until, heat = kwargs.get("until") or [], kwargs.get("temperature") or 0
         check_count("max_gen_toks", kwargs.get("max_gen_toks"), optional=True)
         check_number("temperature", heat, finite=True)

@@ -38,11 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check(file: str) -> None:
-    """Read every figure of a file like `published.csv`, and every protocol. Print how many there are.
-
-    Raises:
-        UserError: the file cannot be read, or it or a protocol is invalid.
-    """
+    """Read every figure of a file like `published.csv`, and every protocol. Print how many there are."""
     rows = published.read(file)
     works = {row.source.split(" arXiv")[0].split(" @")[0].split(" Table")[0].split()[0] for row in rows}
     cells = [cell for name in spec.names() for cell in spec.load(name).cells.values()]
@@ -51,19 +47,14 @@ def check(file: str) -> None:
 
 
 def show(folder: Path) -> int:
-    """Print the lines of a folder of recordings that differ, and the counts. Return 1 if a line differs, else 0.
-
-    Raises:
-        UserError: the folder has no recordings, or one of them is invalid.
-    """
-    outcomes = replay(folder)
+    """Print the lines of a folder of recordings that differ, and the counts. Return 1 if a line differs, else 0."""
     try:
         print(f"packages: {packages.install()}", file=sys.stderr)
     except UserError as error:  # lines that need none are compared all the same
         print(f"{error} Lines that need these packages fail.", file=sys.stderr)
     print(programs.notice(), file=sys.stderr)
     passed = failed = 0
-    for outcome in outcomes:
+    for outcome in replay(folder):
         passed, failed = passed + (not outcome.wrong), failed + bool(outcome.wrong)
         if outcome.wrong:
             print(f"{outcome.name}: {', '.join(outcome.wrong)}")

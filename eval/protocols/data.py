@@ -39,26 +39,18 @@ def load(kind: str, data: Data, split: str, given: str | None) -> list[Document]
     found = _of_hub(data, split) if given is None else _of_files(kind, data, given, split)
     where = data.path if given is None else f"task.data={given}"
     for number, document in enumerate(found, 1):
-        check(kind, document, f"{where}: document {number} of split {split}")
+        for field in FIELDS[kind]:
+            value = document.get(field)
+            several = isinstance(value, list | tuple) and bool(value) and all(isinstance(one, str) for one in value)
+            pattern, form = NEEDS.get(field, ("", ""))
+            if not (several if field == "test_list" else isinstance(value, str) and re.search(pattern, value)):
+                what = "list of texts" if field == "test_list" else f"text with `{form}`" if form else "text"
+                said = f"{where}: document {number} of split {split} has no {what} under `{field}`"
+                have = f"its fields are {', '.join(map(str, document))}" if document else "it has no fields"
+                raise UserError("example-invalid", f"{said} ({have}). Correct the data.")
     if not found:
         raise UserError("samples-missing", f"{where}: split {split} is empty. Set task.data to documents of it.")
     return found
-
-
-def check(kind: str, document: Document, where: str) -> None:
-    """Check that a document has the fields that prompts and grading read.
-
-    Raises:
-        UserError: a field is missing or invalid. The message begins with `where`.
-    """
-    for field in FIELDS[kind]:
-        value = document.get(field)
-        several = isinstance(value, list | tuple) and bool(value) and all(isinstance(one, str) for one in value)
-        pattern, form = NEEDS.get(field, ("", ""))
-        if not (several if field == "test_list" else isinstance(value, str) and re.search(pattern, value)):
-            what = "list of texts" if field == "test_list" else f"text with `{form}`" if form else "text"
-            have = f"its fields are {', '.join(map(str, document))}" if document else "it has no fields"
-            raise UserError("example-invalid", f"{where} has no {what} under `{field}` ({have}). Correct the data.")
 
 
 def _of_hub(data: Data, split: str) -> list[Document]:
@@ -119,9 +111,8 @@ def read(file: Path) -> Sequence[Document]:
     try:
         rows: Any = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        way = "Correct it, or rename it to end in .jsonl if it contains JSON lines"
-        way = "Replace the file" if isinstance(error, OSError) else way
-        raise UserError("file-unreadable", f"{file} cannot be read ({first_line(error)}). {way}.") from error
+        said = f"{file} cannot be read ({first_line(error)})"
+        raise UserError("file-unreadable", f"{said}. Correct it, or name it .jsonl if it has JSON lines.") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError("file-invalid", f"{file} is not a list of JSON objects. Write [{{...}}, ...].")
     return rows

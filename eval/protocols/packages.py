@@ -106,11 +106,7 @@ def read_literal(file: Path, function: str) -> Any:
 
 
 def read_template(file: Path) -> list[dict[str, str]]:
-    """Return the rounds of a template of OpenCompass, each with `role` and `prompt`. The file is not executed.
-
-    Raises:
-        UserError: the file cannot be read, or has no rounds.
-    """
+    """Return the rounds of a template of OpenCompass, each with `role` and `prompt`. The file is not executed."""
     for node in ast.walk(_tree(file)):
         if isinstance(node, ast.keyword) and node.arg == "round":
             assert isinstance(node.value, ast.List)

@@ -53,11 +53,7 @@ _MINERVA = "Problem:\n{{problem}}\n\nSolution:"  # a function in lm-eval
 
 @cache
 def lm_eval_task(path: str) -> Mapping[str, Any]:
-    """Return the configuration of a task of lm-evaluation-harness.
-
-    Raises:
-        UserError: the harness is not installed, or has no such file.
-    """
+    """Return the configuration of a task of lm-evaluation-harness."""
     file = packages.lm_eval_tasks() / path
     task = yaml.load(packages.read(file), _Loader)
     included = (
@@ -88,11 +84,7 @@ def _as_0_4_8(example: Document) -> Document:
 
 
 def render(template: str, document: Document) -> str:
-    """Return a Jinja template filled with the fields of a document.
-
-    Raises:
-        UserError: the template is invalid, or uses a field that the document does not have.
-    """
+    """Return a Jinja template filled with the fields of a document."""
     try:
         return _JINJA.from_string(template).render(**document)
     except TemplateError as error:

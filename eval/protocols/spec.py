@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from dllm_sampler import config
 from dllm_sampler.cli import user_files
-from dllm_sampler.core.checks import check_count
 from dllm_sampler.errors import UserError, unknown
 
 GROUP = "suite/protocol"
@@ -183,9 +182,6 @@ def _cell(name: str, variant: str, task: str, said: Mapping[str, Any]) -> Cell:
     data = Data(**config.check(f"{owner}: data", Data, given if isinstance(given, Mapping) else {}, whole=True))
     values = {"kind": task, **said, "variant": variant, "task": task, "data": data}
     cell = Cell(**config.check(owner, Cell, values, whole=True))
-    for what, value, least in (("shots", cell.shots, 0), ("skip", cell.skip, 0), ("length", cell.length, 1)):
-        check_count(f"{owner}: {what}", value, least)
-    check_count(f"{owner}: keep", cell.keep, optional=True)
     if (cell.lm_eval is None) == (cell.opencompass is None):
         raise UserError("config-invalid", f"{owner} does not have exactly one of lm_eval and opencompass. Set one.")
     if cell.wrap is not None and "{request}" not in cell.wrap:

@@ -117,16 +117,8 @@ class ProtocolTask(Task):
         return sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     def prompt(self, sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> Sequence[int]:
-        """Return the token ids of the prompt. The protocol sets the template, the BOS token and the truncation.
-
-        Raises:
-            UserError: the model has no tokenizer, or the tokenizer has no chat template and the protocol needs one.
-        """
-        if tokenizer is None:
-            raise UserError(
-                "tokenizer-missing",
-                "The model has no tokenizer, which protocols need. Add its files to the checkpoint.",
-            )
+        """Return the token ids of the prompt. The protocol sets the template, the BOS token and the truncation."""
+        assert tokenizer is not None
         given: Any = sample.prompt
         name = "the prompt"  # the run puts the document before a message
         plain = isinstance(given, str)

@@ -10,21 +10,10 @@ from dllm_sampler.errors import UserError, first_line, short
 from dllm_sampler.eval.tasks.base import Answer, Sample, Task
 
 
-def _is_ids(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(map(is_whole, value))
-
-
 def _is_prompt(value: object) -> bool:
-    messages = isinstance(value, Sequence) and bool(value) and all(isinstance(one, Mapping) for one in value)
-    return isinstance(value, str) or _is_ids(value) or messages
-
-
-# More attributes of a task that are checked: the check of a value, and a description of right ones.
-_RIGHT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "prompt": (_is_prompt, "text, messages or token ids"),
-    "reference": (lambda one: one is None or isinstance(one, str) or _is_ids(one), "text, token ids or None"),
-    "max_new_tokens": (lambda one: is_whole(one) and one > 0, "a whole number of at least 1"),
-}
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return isinstance(value, str)
+    return all(map(is_whole, value)) or all(isinstance(one, Mapping) for one in value)
 
 
 class Asked:
@@ -35,19 +24,19 @@ class Asked:
         self._samples: Sequence[Sample] | None = None
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _RIGHT:
-            return getattr(self.task, name)
-        found = self._of(name, lambda: getattr(self.task, name))
-        if not callable(found):
-            return self._checked(name, found)
-        return lambda *given: self._checked(f"{name}()", self._of(f"{name}()", lambda: found(*given)))
+        return getattr(self.task, name)
 
-    def _checked(self, what: str, value: Any) -> Any:
-        is_right, right = _RIGHT[what.removesuffix("()")]
-        if not is_right(value):
-            verb = "returned" if what.endswith("()") else "is"
-            raise UserError("task-result", f"{self.called}: {what} {verb} {short(repr(value))}. Make it {right}.")
-        return value
+    def prompt(self, sample: Sample, tokenizer: Any) -> Any:
+        """Return the prompt of a sample.
+
+        Raises:
+            UserError: the task raised an exception, or did not return a prompt.
+        """
+        found = self._of("prompt()", lambda: self.task.prompt(sample, tokenizer))
+        if not _is_prompt(found):
+            said = f"{self.called}: prompt() returned {short(repr(found))}. Make it text, messages or token ids."
+            raise UserError("task-result", said)
+        return found
 
     def samples(self) -> Sequence[Sample]:
         """Return the samples. The task's method is called once.

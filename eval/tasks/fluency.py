@@ -63,9 +63,6 @@ def grammar_measures(text: str, grammar: str | None) -> tuple[float, dict[str, f
 
     They contain `fluency_proxy`. Unless `grammar` is None they also contain `grammar`, which the score then uses: 1 for
     a text in which LanguageTool finds no mistake, 0 for any other or an empty one.
-
-    Raises:
-        UserError: LanguageTool cannot be used.
     """
     proxy = fluency_proxy(text)
     if grammar is None:

@@ -35,13 +35,7 @@ def read_texts(option: str, file: str, *fields: str) -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the file.
-
-    where: the file and the number of the line, for errors
-    prompt: its prompt
-    answer: its right answer, or None
-    fields: the whole JSON object
-    """
+    """A line of the file: its file and number (`where`), its prompt, its answer or None, and all its fields."""
 
     where: str
     prompt: Prompt

@@ -11,10 +11,7 @@ OF_SAMPLE = ("prompt", "grade", "reference", "form", "source")  # methods of a t
 
 
 class Repeated:
-    """The task of `samples=N`: sample i has the prompt of sample `i // times` of the inner task.
-
-    Other attributes are those of the inner task.
-    """
+    """A task whose sample i has the prompt of sample `i // times` of another. It has the other's other attributes."""
 
     def __init__(self, task: Task, times: int):
         self.task, self.times = task, times

@@ -141,10 +141,7 @@ class MarkovChain:
         return self.matrix[full[:, :-1], full[:, 1:]].log().sum(1)
 
     def distance(self, ids: Tensor, before: Tensor, *, repeats: int = 8, seed: int = 0) -> Distance:
-        """Measure the distance of sequences `ids [R, N]` after `before [R]` from the chain.
-
-        The floors are those of `repeats` sets of R exact sequences.
-        """
+        """Measure sequences `ids [R, N]` after `before [R]` against the chain. `repeats` exact sets give the floors."""
         exact = [self.sample(len(ids), seed + turn) for turn in range(repeats)]
         kl, tv, impossible = self._transitions(ids, before)
         floors = [self._transitions(drawn, start)[:2] for start, drawn in exact]

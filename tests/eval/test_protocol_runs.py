@@ -234,7 +234,6 @@ def test_a_protocol_of_the_users_own(tmp_path, monkeypatch) -> None:
     [
         ("tasks:", "tasks: 3 #", "option-type: suite=protocol/mine: tasks=3"),
         ("variants:", "variants: {} #", "config-invalid: suite=protocol/mine, no variants"),
-        ("length: 1024", "length: 0", "option-range: gsm8k: length=0"),
         ("lm_eval: gsm8k/gsm8k.yaml", "lm_eval: gone.yaml", "file-unreadable: gone.yaml"),
         ("shots: 5, extract: lm-eval", "shots: 5, extract: raw", "choice-unknown: extract, 'raw', gsm8k"),
     ],

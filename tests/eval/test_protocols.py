@@ -56,16 +56,14 @@ def test_a_line_that_differs_fails(tmp_path):
     [
         (3, "prompts/a.jsonl line 1 is not a JSON object"),
         ({"variant": "x"}, "prompts/a.jsonl line 1: no protocol has fast-dllm-llada/x with task"),
-        ({"doc": {"question": "How many?"}}, "prompts/a.jsonl line 1 has no text with `#### ` under `answer`"),
     ],
 )
-def test_a_recording_that_is_invalid_is_named_before_pip_runs(line, message, tmp_path, capsys):
+def test_a_recording_that_is_invalid_is_named(line, message, tmp_path, capsys):
     row = next(row for row in lines("prompts/recorded.jsonl") if row["protocol"] == "fast-dllm-llada")
     (tmp_path / "prompts").mkdir()
     (tmp_path / "prompts/a.jsonl").write_text(json.dumps({**row, **line} if isinstance(line, dict) else line))
     assert main(["--replay", str(tmp_path)]) == 2
-    shown = capsys.readouterr().err
-    assert message in shown and "packages" not in shown
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -28,17 +28,12 @@ class Pair(Task):
 
     def prompt(self, sample, tokenizer):
         return {prompt}
-
-    @property
-    def max_new_tokens(self):
-        return {max_new_tokens}
 """
 GOOD = {
     "samples": '[Sample(i, "reverse: Ada, Ben") for i in range(self.count)]',
     "grade": '{"score": sample.index / 2}',
     "together": '{"mean": 0.5}',
     "prompt": "sample.prompt",
-    "max_new_tokens": "32",
 }
 
 
@@ -83,7 +78,6 @@ def write(**parts: str) -> None:
         ("together", '{}["a"]', "together() raised KeyError ('a'"),
         ("prompt", "3", "prompt() returned 3. Make it text, messages or token ids."),
         ("prompt", "1 / 0", "prompt() raised ZeroDivisionError (division by zero"),
-        ("max_new_tokens", "0", "max_new_tokens is 0."),
     ],
 )
 def test_mistakes_are_one_sentence(part: str, text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
