@@ -282,11 +282,7 @@ def plugin_class(owner: str, group: str, target: str) -> type:
 
 
 def _one(group: str, spec: object, place: str | None = None) -> Any:
-    """Return one plug-in from a name, a mapping or an object, or None for `guide=none`.
-
-    Args:
-        place: the field of another plug-in that `spec` is the value of, for example `scheduler.inner`.
-    """
+    """Return one plug-in, or None for `guide=none`. `place` is its name in errors, for example `scheduler.inner`."""
     if spec is None and "none" in names(group):
         spec = "none"
     if isinstance(spec, str):
@@ -380,13 +376,7 @@ def _adapter(target: Any, key: str) -> TypeAdapter[Any] | None:
 
 
 def _typed(name: str, target: Any, key: str, value: object) -> Any:
-    """Return `value` after a strict type check: text is not a number. A list is converted to a tuple if necessary.
-
-    Args:
-        name: name of the argument in errors.
-        target: the class or function.
-        key: its argument.
-    """
+    """Return `value` after a strict type check: text is not a number. A list is converted to a tuple if necessary."""
     hint = _hints(target).get(key)
     kinds = () if get_origin(hint) is list else (hint, *get_args(hint))
     if isinstance(value, list) and any(get_origin(kind) is tuple for kind in kinds):
@@ -417,12 +407,6 @@ _EXPECTED = {
     "a valid dictionary": ("a mapping as {a: b}", "mappings"),
     "a finite number": ("a finite number", "finite numbers"),
 }
-_BOUNDS = {
-    "greater than or equal to": "of at least",
-    "less than or equal to": "of at most",
-    "greater than": "above",
-    "less than": "below",
-}
 
 
 def expected(error: ValidationError) -> str:
@@ -437,8 +421,6 @@ def expected(error: ValidationError) -> str:
             kind = match[1].lower()
             plain = f"a {kind}: its name, or {{name: NAME}} with its fields"
         elif one["type"].startswith(("greater_than", "less_than")):
-            for long, brief in _BOUNDS.items():
-                plain = plain.replace(long, brief)
             plain = f"a number {plain}"
         if "[key]" in one["loc"]:
             plain = f"a mapping whose keys are {items}"

@@ -32,11 +32,7 @@ class AscendingBlocks(Blocks):
         check_count("blocks.count", self.count)
 
     def ends(self, tokens: int) -> list[int]:
-        """Return the ends of the blocks of an answer of `tokens` columns, counted from its first one.
-
-        Raises:
-            UserError: the answer is too short for `count` blocks.
-        """
+        """Return the ends of the blocks of an answer of `tokens` columns, counted from its first one."""
         steps = tokens.bit_length() - 1
         if self.count > max(steps, 1):
             raise UserError(

@@ -44,9 +44,6 @@ def steps(
     Args:
         every: transfer one step in `every` to the host, with 0 only the last.
         arguments: arguments of `Arguments.checked`.
-
-    Raises:
-        UserError: a prompt or an argument is wrong.
     """
     rows, plugins = prompts.as_list(prompt), runtime.plugins
     if not rows:

@@ -43,9 +43,6 @@ def answers(
 
     Args:
         arguments: arguments of `Arguments.checked`.
-
-    Raises:
-        UserError: an argument is wrong, or the model's ranks cannot answer the prompts.
     """
     check_count("batch_size", batch_size, most=MOST_ROWS)
     for name, value, choices in (

@@ -37,11 +37,7 @@ def scores(
     max_new_tokens: int | None,
     batch_size: int,
 ) -> Scores:
-    """Check the arguments of `Sampler.score`, and return the scores.
-
-    Raises:
-        UserError: a prompt, an answer or an argument is wrong, or scores would not be exact.
-    """
+    """Check the arguments of `Sampler.score`, and return the scores."""
     check_count("batch_size", batch_size)
     check_count("max_new_tokens", max_new_tokens, optional=True)
     reason = next(reasons_against(runtime), None)

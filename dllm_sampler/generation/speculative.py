@@ -83,8 +83,6 @@ class SpeculativeSampler:
         scheduled: bool = False,
         separator: int | str | None = None,
     ):
-        if not hasattr(drafter, "runtime"):
-            raise UserError("option-type", f"drafter is of type {type(drafter).__name__}. Give a Sampler.")
         self.drafter = drafter.runtime
         spec, plugins = self.drafter.denoiser.spec, self.drafter.plugins
         check_count("draft_length", draft_length, 0)

@@ -105,11 +105,7 @@ class Resampling(SeveralRows):
 
 
 def judge_of(given: Any, name: str, context: Context) -> Reward:
-    """Return the reward for the option `particles.reward`, a function or `package.module:function`.
-
-    Raises:
-        UserError: it is None, neither of these, or cannot be imported.
-    """
+    """Return the reward for the option `particles.reward`, a function or `package.module:function`."""
     if given is None:
         raise UserError("option-missing", f"{name} needs a reward. Set particles.reward=package.module:function.")
     return Reward.of(given, "particles.reward", context.tokenizer, context.spec.eos_ids)

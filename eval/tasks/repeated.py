@@ -11,7 +11,7 @@ OF_SAMPLE = ("prompt", "grade", "reference", "form", "source")  # methods of a t
 
 
 class Repeated:
-    """A task whose sample i has the prompt of sample `i // times` of another. It has the other's other attributes."""
+    """A task whose sample i has the prompt of sample `i // times` of another. Its other attributes are that one's."""
 
     def __init__(self, task: Task, times: int):
         self.task, self.times = task, times

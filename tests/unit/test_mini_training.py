@@ -84,7 +84,7 @@ def test_a_run_that_resumes_ends_where_an_uninterrupted_one_does(
         (["train=mini", "train.model.num_layers=x"], "num_layers='x' is invalid. Set a whole number"),
         (["train=mini", "train.model.head_dim=7"], "head_dim=7 is invalid. Set a multiple of 2."),
         (["train=mini", "train.model.num_heads=3", "train.model.num_kv_heads=2"], "Set a multiple of 2 (num_kv_heads)"),
-        (["train=mini", "train.init_std=-1"], "init_std=-1 is invalid. Set a number of at least 0"),
+        (["train=mini", "train.init_std=-1"], "init_std=-1 is invalid. Set a number greater than or equal to 0"),
         (["train=mini", "train.output_dir=null"], "train.output_dir=null is invalid. Name a folder"),
         (["train=mini", "train.output_dir="], "train.output_dir"),
         (["train=mini", "+train.model.wings=2"], "train.model has no field 'wings'"),

@@ -193,8 +193,8 @@ def test_tokens_of_an_example(encoder: Encoder) -> None:
         (["data={DATA}", "longer=drop", "max_length=3"], "longer=drop leaves no examples"),
         (["data={DATA}", "max_length=5"], "tokens of prompt and answer, too many for train.max_length=5"),
         (["data={DATA}", "padding=long"], "padding='long' is invalid. Set longest, block or none, or a whole number"),
-        (["data={DATA}", "padding=0"], "or a number of at least 1"),
-        (["data={DATA}", "held_out=-1"], "train.held_out=-1 is invalid. Set a number of at least 1"),
+        (["data={DATA}", "padding=0"], "or a number greater than or equal to 1"),
+        (["data={DATA}", "held_out=-1"], "train.held_out=-1 is invalid. Set a number greater than or equal to 1"),
         (["data={DATA}", "dtype=bfloat16"], "dtype=bfloat16 rounds"),
         (["tasks=copy"], "train.tasks='copy' is invalid. Write train.tasks={copy: 1}"),
         (["data={DATA}", "model={path: MODEL, quantize: int8}"], "has quantize, which is for sampling only"),
@@ -208,7 +208,7 @@ def test_tokens_of_an_example(encoder: Encoder) -> None:
         (["data={DATA}", "deepspeed=x.json"], "train=sft needs a package that is not installed"),
         (["data={DATA}", "lora={alpha: 2}"], "train.lora has no field 'alpha'"),
         (["data={DATA}", "lora={r: '2'}"], "train.lora.r='2' is invalid"),
-        (["data={DATA}", "average=1.0"], "average=1.0 is invalid. Set a number below 1"),
+        (["data={DATA}", "average=1.0"], "average=1.0 is invalid. Set a number less than 1"),
     ],
 )
 def test_mistakes_are_one_sentence_before_the_first_step(

@@ -70,9 +70,9 @@ def test_a_run_that_was_cut_ends_where_an_uninterrupted_one_does(
     ("line", "more", "sentence"),
     [
         ("", ["target=null"], "train.target is missing"),
-        ("", ["distill_steps=0"], "distill_steps=0 is invalid. Set a number of at least 1"),
-        ("", ["least_t=0"], "least_t=0 is invalid. Set a number above 0"),
-        ("", ["alpha=-1"], "alpha=-1 is invalid. Set a number above 0"),
+        ("", ["distill_steps=0"], "distill_steps=0 is invalid. Set a number greater than or equal to 1"),
+        ("", ["least_t=0"], "least_t=0 is invalid. Set a number greater than 0"),
+        ("", ["alpha=-1"], "alpha=-1 is invalid. Set a number greater than 0"),
         ("", ["separator=none"], "unknown train.separator 'none'"),
         ("", ["data.path=null"], "need mini's tokenizer"),
         (f'{{"prompt": "{"b" * 95}"}}', [], "data.jsonl line 3 has 95 tokens"),

@@ -20,10 +20,8 @@ def schema_text(given: Any) -> str:
     if not isinstance(given, str):
         try:
             text = json.dumps(_plain(given))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise UserError("form-invalid", f"{OPTION} is not JSON ({error}). Correct it.") from None
-        except RecursionError:
-            raise UserError("form-too-large", f"{OPTION} is nested too deeply. Make it flatter.") from None
     elif isinstance(_json(given), dict | bool) or (given.lstrip().startswith("{") and not _is_file(given)):
         text = given
     else:

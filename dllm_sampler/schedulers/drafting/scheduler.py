@@ -48,10 +48,7 @@ class Round(NamedTuple):
 
 
 def undraftable(traits: Traits) -> str | None:
-    """Return the reason why the next steps of a scheduler with these traits cannot be drafted, as `drafts too`.
-
-    Returns None if they can.
-    """
+    """Return the reason why the next steps of a scheduler with these traits cannot be drafted, or None if they can."""
     reasons = {
         "drafts too": traits.drafts,
         "remasks or replaces tokens": traits.revises,
