@@ -405,7 +405,6 @@ _EXPECTED = {
     "a valid list": ("a list as [a,b]", "lists"),
     "a valid tuple": ("a list as [a,b]", "lists"),
     "a valid dictionary": ("a mapping as {a: b}", "mappings"),
-    "a finite number": ("a finite number", "finite numbers"),
 }
 
 

@@ -75,11 +75,6 @@ class Domain:
             raise UserError("option-range", f"{where}: step is {step!r} for whole numbers. Set a whole number.")
         return Domain((), low, high, log, step, _real(check))
 
-    @property
-    def first(self) -> str | float | None:
-        """The first of `values`, or `low`."""
-        return self.values[0] if self.values else self.low
-
     def choose(self, trial: Trial, name: str) -> str:
         """Let `trial` suggest a value for the parameter `name`, and return it as text for the command line."""
         if self.values:

@@ -314,7 +314,8 @@ def tuning(words: Sequence[str]) -> tuple[Tuning, list[str]]:
     made = Tuning(**config.check("tune", Tuning, settings, whole=True))
     for knob, domain in made.choices.options.items():
         try:
-            word = f"{knob}={'null' if domain.first is None else domain.first}"
+            first = domain.values[0] if domain.values else domain.low
+            word = f"{knob}={'null' if first is None else first}"
             for line in lines([*rest, *REFERENCE, word]) if "." in knob else ():
                 composition(EVAL, [values(one)[0] for one in line])
         except UserError as error:

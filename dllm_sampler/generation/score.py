@@ -48,11 +48,7 @@ def scores(
 
 
 def row_scores(runtime: Runtime, rows: Sequence[tuple[list[int], list[int]]], batch_size: int) -> Scores:
-    """Return the scores of `rows`, pairs of the token ids of a prompt and its answer.
-
-    Raises:
-        NotFiniteError: the model returned NaN. The error has the numbers of the rows, from 1.
-    """
+    """Return the scores of `rows`, pairs of the token ids of a prompt and its answer."""
     runtime, found = replace(runtime, noise=OnlyTokens(runtime.plugins)), []
     for at in range(0, len(rows), batch_size):
         try:

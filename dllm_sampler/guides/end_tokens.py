@@ -12,7 +12,7 @@ from dllm_sampler.core.ends import end_ids
 from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Context, Guide
 from dllm_sampler.core.values import Canvas
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import invalid
 
 Mode = Literal["ban", "defer"]
 
@@ -62,10 +62,9 @@ class EndTokens(Guide):
     @override
     def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
         assert self.ids is not None
-        largest, vocab_size = max(self.ids, default=0), logits.shape[-1]
-        if largest >= vocab_size:
-            said = f"guide.end_tokens.ids has token id {largest}. Give ids from 0 to {vocab_size - 1}."
-            raise UserError("token-outside-vocabulary", said)
+        if max(self.ids, default=0) >= logits.shape[-1]:
+            way = f"Give ids from 0 to {logits.shape[-1] - 1}"
+            raise invalid("guide.end_tokens.ids", self.ids, way, "token-outside-vocabulary")
         logits = logits.clone()
         for token in self.ids:  # a list as index would become a tensor on the host and wait for a copy
             logits[..., token] = -torch.inf

@@ -86,11 +86,7 @@ def _tree(file: Path) -> ast.Module:
 
 
 def read(file: Path) -> str:
-    """Return the text of a file that a protocol names.
-
-    Raises:
-        UserError: the file does not exist, or cannot be read.
-    """
+    """Return the text of a file that a protocol names."""
     try:
         return file.read_text(encoding="utf-8")
     except OSError as error:

@@ -48,9 +48,6 @@ class MarkovChain:
     rows: transition probabilities, one row for each state. The chain has to be irreducible and aperiodic, which is not
         checked
     length: the number of tokens N
-
-    Raises:
-        UserError: `rows` is not a square table of probabilities.
     """
 
     rows: tuple[tuple[float, ...], ...]
