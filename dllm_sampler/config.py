@@ -207,7 +207,8 @@ def model(spec: str | PathLike[str] | Mapping[str, object]) -> dict[str, Any]:
     if made.revision is not None and expanded("model.path", made.path).is_dir():
         raise UserError(
             "option-not-applicable",
-            f"model.revision={made.revision} has no effect, because model.path={made.path} is a folder. Remove it.",
+            f"model.revision={made.revision} has no effect, because the model {made.path} is a folder. Remove"
+            " model.revision.",
         )
     return vars(made)
 

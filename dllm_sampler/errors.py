@@ -248,10 +248,11 @@ def unknown(kind: str, word: str, choices: Iterable[str], listing: str | None = 
     word = short(word)
     what = "fields" if kind.startswith("field") else "choices"
     empty = f"It has no fields, so remove '{word}'" if what == "fields" else f"There is no {kind}"
-    listing = listing or (f"The {what} are {', '.join(known)}" if known else empty)
+    several = f"The {what} are" if len(known) > 1 else f"The only {what[:-1]} is"
+    listing = listing or (f"{several} {', '.join(known)}" if known else empty)
     owner = kind.removeprefix("field of ")
     wrong = f"unknown {kind} '{word}'" if owner == kind else f"{owner} has no field '{word}'"
-    return UserError(code, wrong + (f", did you mean {near}? " if near else ". ") + f"{listing}.")
+    return UserError(code, f"{wrong}. {f'Did you mean {near}? ' * bool(near)}{listing}.")
 
 
 class RowError(UserError):

@@ -215,7 +215,7 @@ def check_known(options: Mapping[str, Any], *calls: Callable[..., Any]) -> None:
             text = f'{group}={{"name": "NAME", "{name}": {short(repr(options[name]))}}}'
             raise TypeError(f"'{name}' is a setting of a plug-in. Write {text}, where NAME is {' or '.join(having)}.")
     near = nearest(name, [*known, *others], 1)
-    hint = f", did you mean '{near[0]}'?" if near else "."
+    hint = f". Did you mean '{near[0]}'?" if near else "."
     raise TypeError(f"unknown option '{name}'{hint} The options are in the docstring of Sampler.")
 
 

@@ -195,7 +195,7 @@ def run_all(
         try:
             reason = run(job, number, share, device, progress)
         except NotWrittenError as error:
-            raise NotWrittenError(f"{error} Rerun the command to resume.") from error
+            raise NotWrittenError(f"{error} Then rerun the command. Stored samples are kept.") from error
         except UserError as error:
             if error.code not in FAULTS:
                 raise

@@ -455,7 +455,10 @@ def reset_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory in bytes: of the GPU since the last reset, else of the process (0 on Windows)."""
+    """Return the peak memory in bytes, of the GPU since the last reset or else of the process.
+
+    Returns 0 for a process on Windows.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":

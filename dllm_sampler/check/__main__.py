@@ -211,7 +211,9 @@ def combinations(chosen: dict[str, Any]) -> tuple[list[Labelled], list[tuple[str
 
 
 def explained(error: Exception, built: Sequence[Any]) -> str:
-    """Return a sentence about an error, with the line of the plug-in that raised it.
+    """Return a description of an error: the message of a `Broken` or `UserError` as it is.
+
+    For others it names the plug-in's line that raised the error, or the last line of the traceback if none did.
 
     Args:
         built: the plug-ins. Guides are in a tuple.

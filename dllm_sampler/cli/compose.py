@@ -164,7 +164,7 @@ def _check_recipe(name: str, recipe: Mapping[str, Any], tree: Mapping[str, Any],
     for key, given in recipe.items():
         known, sets = tree.get(key), f"experiment={name} sets {key}"
         if key not in config.GROUPS and key not in tree:
-            near = "".join(f", did you mean '{one}'?" for one in nearest(key, tree, 1)) or "."
+            near = "".join(f". Did you mean '{one}'?" for one in nearest(key, tree, 1)) or "."
             raise UserError("option-unknown", f"{sets}, an unknown option{near} Correct the file.")
         if key in config.GROUPS and not isinstance(given, dict):
             way = f"Write 'override /{key}: NAME' in its defaults list"
@@ -386,7 +386,9 @@ def missing(
             at = f"guide={part}" if path == f"guide.{part}" else path
         elif not isinstance(node, dict):
             said = f"{word} sets a field of {path}={as_typed(node)}, which has none"
-            return UserError("field-unknown", f"{said}. Set {path} itself, to a mapping if it takes one.")
+            return UserError(
+                "field-unknown", f"{said}. Set {path}=VALUE, or '{path}={{name: NAME, FIELD: VALUE}}' for a plug-in."
+            )
         elif path == "guide":
             return _missing_guide(part, rest, node, word, value)
         elif path == "model" and part in config.ModelSettings.__dataclass_fields__:
@@ -419,7 +421,7 @@ def _missing_option(app: App, name: str, known: Any, chosen: Mapping[str, object
             f"unknown option '{name}': a prompt has no name. Quote it after --, or write prompts_file=FILE.",
         )
     near = [f"'{paths[one]}{f'={value}' * (paths[one] != one)}'" for one in nearest(name, paths)]
-    hint = f", did you mean {' or '.join(near)}?" if near else "."
+    hint = f". Did you mean {' or '.join(near)}?" if near else "."
     prompt = ", and put -- before a prompt that contains =" if app.name == "dllm-sample" else ""
     return UserError("option-unknown", f"unknown option '{name}'{hint} See {app.name} --help{prompt}.")
 

@@ -53,7 +53,7 @@ class Arguments:
 
 
 def is_override(word: str) -> bool:
-    """Return True if a word begins like an override. Any other word is a prompt."""
+    """Return True if a word begins like an override. Any other word is a flag, `--` or a prompt."""
     return _OVERRIDE.match(word) is not None
 
 

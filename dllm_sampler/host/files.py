@@ -251,7 +251,10 @@ def is_stream(path: str | Path) -> bool:
 
 
 def same(one: str | Path, other: str | Path) -> bool:
-    """Return True if two paths lead to one regular file, or, if one does not exist, to one path."""
+    """Return True if both paths lead to the same file or folder, and not to a stream.
+
+    If either does not exist, their resolved paths are compared.
+    """
     with suppress(OSError):
         return os.path.samefile(one, other) and not is_stream(one)
     return os.path.realpath(one) == os.path.realpath(other)

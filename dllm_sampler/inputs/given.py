@@ -241,7 +241,9 @@ def encode_template(
     if FREE not in given:
         raise UserError("gap-missing", f"{name} has no gap. Write a gap of 8 tokens as {{gap:8}}.")
     if alone and not any(token != FREE for token in given):
-        raise UserError("gap-without-text", f"{name} has only gaps. Add text to it, or a prompt.")
+        raise UserError(
+            "gap-without-text", f"{name} has only gaps. Add text to it, or give a prompt that comes before it."
+        )
     if len(given) + (not alone) > spec.max_positions:
         said = f"{name} has {len(given)} tokens with its gaps, too many{' after a prompt' * (not alone)} for the"
         raise UserError("context-exceeded", f"{said} model's context of {spec.max_positions}. Shorten it.")

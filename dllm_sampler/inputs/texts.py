@@ -26,7 +26,8 @@ def stop_strings(given: str | Sequence[str], tokenizer: PreTrainedTokenizerBase 
     if stops and tokenizer is None:
         raise UserError(
             "tokenizer-missing",
-            "stop_strings need a tokenizer, and the sampler has none. Pass one to Sampler, or remove stop_strings.",
+            "stop_strings need a tokenizer, and there is none. Add tokenizer.json to the checkpoint, pass tokenizer= to"
+            " Sampler, or remove stop_strings.",
         )
     own = () if tokenizer is None else tokenizer.init_kwargs.get("stop_strings") or ()
     return tuple(dict.fromkeys((*stops, *own)))

@@ -126,8 +126,10 @@ def _settings(plugins: Mapping[str, Any], options: Options) -> dict[str, Any]:
 
     blocks = config.build("blocks", plugins["blocks"])
     if not isinstance(blocks, FixedBlocks):
-        said = f"blocks={plugins['blocks']['name']} cannot run in an engine, whose blocks all have one length."
-        raise UserError("blocks-incompatible", f"{said} Use blocks=fixed.")
+        said = (
+            f"blocks={plugins['blocks']['name']} cannot run in an engine, which decodes blocks of one length in turn."
+        )
+        raise UserError("blocks-incompatible", f"{said} Use blocks=fixed, without an experiment that sets others.")
     guides = [_named("guide", _held(one)) for one in plugins["guide"]]
     found = {
         "scheduler": _named("scheduler", plugins["scheduler"]),

@@ -255,7 +255,11 @@ def _check_ends(spec: ModelSpec, plugins: Iterable[Scheduler | Guide]) -> None:
         if NO_END not in _ends(one) and not of_text(one):
             continue
         kind = "guide" if isinstance(one, Guide) else "scheduler"
-        raise UserError("end-token-missing", f"{kind}={named(one)} needs an end-of-text token. Set eos_token_id.")
+        raise UserError(
+            "end-token-missing",
+            f"{kind}={named(one)} needs an end-of-text token. Set eos_token_id of the diffusers scheduler or of the"
+            " checkpoint's config.json, or eos_id of the ModelSpec.",
+        )
 
 
 def model(vocab_size: int, mask_id: int | None, ends: tuple[int, ...], length: int, device: torch.device) -> ModelSpec:

@@ -128,7 +128,7 @@ def readout(logits: Tensor, sampling: Sampling = GREEDY) -> Readout:
     Returns:
         `[N]` token, confidence, margin, gap, entropy, logsumexp, and current if `sampling` has it. A row with NaN, with
         +inf or without a finite logit is NaN in every statistic. Its token is in range and has no meaning. It is 0 if
-        no logit is finite.
+        every logit is -inf or NaN.
 
     Raises:
         UserError: see `Sampling.check`.

@@ -64,8 +64,8 @@ class Verifier:
         if canvas.length > self.longest:
             raise UserError(
                 "context-exceeded",
-                f"{self.name} can read {self.longest} tokens, and prompt and answer have {canvas.length}. Lower"
-                " max_new_tokens, or shorten the prompt.",
+                f"{self.name} can read {self.longest} tokens, and the longest prompt has {canvas.length} with its"
+                " answer. Lower max_new_tokens, or shorten that prompt.",
             )
         kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])  # Mistral names none, and slides
         window = getattr(config, "sliding_window", None)

@@ -143,7 +143,10 @@ def _grouped(weight: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _per_expert(rows: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
-    """Return `[R, out]` the products of `rows [R, in]` with `weight [E, out, in]` of `expert [R]`, which is sorted."""
+    """Return `[R, out]`: each of `rows [R, in]` times the matrix of its expert in `weight [E, out, in]`.
+
+    The experts `expert [R]` are in ascending order.
+    """
     if _grouped(weight, rows.dtype) and rows.device.type in ("cpu", "cuda"):
         number = torch.arange(weight.shape[0], device=expert.device)
         ends = torch.searchsorted(expert, number, right=True).int()  # [E] where each expert's rows end

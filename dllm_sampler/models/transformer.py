@@ -258,7 +258,9 @@ class Transformer(nn.Module):
         rows: Tensor | None = None,
         inputs: Inputs | None = None,
     ) -> Tensor:
-        """Return logits `[N, M|Q, V]`, or the normed hidden states `[N, M|Q, D]` for `head` with a `drive`.
+        """Return logits `[N, M|Q, V]`.
+
+        With a `drive`, return the normed hidden states `[N, M|Q, D]`, from which `head` computes the logits.
 
         Args:
             ids: `[N, M] int64` tokens.

@@ -20,12 +20,12 @@ class CertaintyPrior(FixedSteps):
         while masks remain in the block:
             token, score = model(canvas)
             density = part of a Gaussian of width sigma around each mask
-                that covers committed columns
+                that covers committed positions
             n = number of masks due in this step, by steps and schedule
             commit the n masks with the highest score * density
 
     Source: d2Cache, arXiv 2509.23094. As published, the Gaussian reaches one length of the generation beyond either
-    end. Columns before the answer count as committed, and columns after it count like its last position. The order
+    end. Positions before the answer count as committed, and those after it count like its last one. The order
     becomes nearly left to right.
 
     Args:

@@ -51,7 +51,7 @@ class SoftParallel(Scheduler):
         check_number("scheduler.threshold", self.threshold, "a probability")
 
     def bind(self, context: Context) -> Self:
-        """Return a copy that stores the length of blocks, for `bound`."""
+        """Return a copy that stores the length of the grid's blocks, for `bound`. It is 1 without a grid."""
         return with_bound_fields(self, grid=context.blocks.grid or 1)
 
     @property

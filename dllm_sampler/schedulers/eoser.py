@@ -64,7 +64,7 @@ class Eoser(Around):
         reasons = {
             "which drafts": traits.drafts,
             "which measures the confidence of end-of-text tokens": traits.has(ChangingLength),
-            "which does not use confidences as it is set": not traits.ranks_by_confidence,
+            "which does not rank by confidence": not traits.ranks_by_confidence,
         }
         why = next((reason for reason, holds in reasons.items() if holds), None)
         if why is not None:

@@ -80,7 +80,10 @@ class Hierarchical(Scheduler):
 
     @staticmethod
     def _nominees(canvas: Canvas, query: Query, place: Tensor, free: Tensor) -> Tensor:
-        """Return `[B, Q] bool` the position of best rank `place [B, Q]` in each run of neighbours in `free [B, Q]`."""
+        """Return `[B, Q] bool`, True at the best-ranked free position of each run of the canvas.
+
+        Runs include masks that the query does not have. `place [B, Q]` is the rank, and 0 is best.
+        """
         # Runs of the canvas: a cache may choose which of a run's masks are queried, so there may be more runs than
         # queried masks. Padding is never free, nor is what a finished row left.
         row = (canvas.masked & canvas.in_block() & ~canvas.done[:, None]).scatter(1, query.positions, free)

@@ -103,7 +103,7 @@ class SelfVerified(Routing, DynamicThreshold):
             what = "has a logit shift" if spec.attention == "block_causal" else "is not block-causal"
             raise UserError(
                 "scheduler-incompatible",
-                f"scheduler={named(self)} verifies drafts by a block-causal model at block size 1 (SDAR, LLaDA2), and"
+                f"scheduler={named(self)} verifies drafts with a block-causal model at block size 1 (SDAR, LLaDA2), and"
                 f" this model {what}. Use scheduler={drafting_for(spec)}.",
             )
         return with_bound_fields(super().bind(context), model=spec, draws=context.draws)

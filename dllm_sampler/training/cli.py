@@ -230,10 +230,10 @@ def read(words: Sequence[str]) -> Command:
                 if match[1] not in known:
                     raise unknown(f"field of train={name}", match[1], known, "See dllm-train --help train=" + name)
             if match[2] and isinstance(defaults.get(match[1]), str | int | float):
-                way = "{name: NAME, FIELD: VALUE}" if match[1] == "model" else "VALUE"
-                raise UserError(
-                    "field-unknown", f"{word}: train.{match[1]} has no fields. Write train.{match[1]}={way}."
-                )
+                way = f"train.{match[1]} has no fields. Write train.{match[1]}=VALUE"
+                if match[1] == "model":
+                    way = "train.model is a name. With fields, write 'train.model={name: NAME, FIELD: VALUE}'"
+                raise UserError("field-unknown", f"{word}: {way}.")
             if match[1] not in defaults or match[2]:  # a field of TrainingArguments, or a key of a mapping
                 word = f"++{word}"
         elif not re.match(r"train=|threads=|[+~]{1,2}train\.", word):

@@ -200,7 +200,7 @@ class Data:
         if is_whole(answer):  # a column of numbers in a table
             answer = str(answer)
         if not prompt:
-            raise UserError("example-invalid", f"{where} has an empty prompt. Write one or remove the line.")
+            raise UserError("example-invalid", f"{where} has an empty prompt. Write one or remove the example.")
         tokens = isinstance(answer, list) and all(map(is_whole, answer))
         if answers and not (answer and (isinstance(answer, str) or tokens)):
             said = f"{where} has no answer. Fill its column {' or '.join(names)}, or set train.data.answer."
@@ -243,8 +243,13 @@ class Encoder:
         banned = None if ids is answer else self.spec.mask_id
         wrong = [token for token in ids if token == banned or not 0 <= token < self.spec.vocab_size]
         if wrong or not ids:
-            said = f"has the token {wrong[0]}, which a model cannot write" if wrong else "has no tokens"
-            raise UserError("example-invalid", f"{where} {said}. Change it or remove the line.")
+            said = (
+                f"has token id {wrong[0]}, outside the vocabulary (0 to {self.spec.vocab_size - 1})"
+                if wrong
+                else "is empty"
+            )
+            said = f"has the mask token (id {banned})" if banned in wrong else said
+            raise UserError("example-invalid", f"{where} {said}. Correct it or remove the example.")
         ended = ids is answer or ids[-1] in self.spec.eos_ids  # a chat template may have ended it
         return prompt, ids if ended else [*ids, self.spec.eos_id]
 

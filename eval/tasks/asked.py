@@ -1,4 +1,4 @@
-"""A wrapper of a user's task: its exceptions and invalid results become a `UserError`."""
+"""A wrapper of a user's task. An exception or an invalid result of its main methods becomes a `UserError`."""
 
 import json
 import math

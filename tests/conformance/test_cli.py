@@ -241,7 +241,7 @@ def test_wrong_folders_names_and_arguments(folder: Path, tmp_path: Path, capsys:
     assert "holds no traces" in sentence(str(folder))
     assert "holds no traces" in sentence(str(DATA / "tiny-llada"))
     write(folder, recorded("llada-vanilla-01"))
-    assert "did you mean 'llada-vanilla'" in sentence(str(folder), "--system", "lada-vanilla")
+    assert "Did you mean 'llada-vanilla'" in sentence(str(folder), "--system", "lada-vanilla")
     assert "nowhere" in sentence(str(folder), "--json", str(folder / "nowhere" / "out.json"))
     assert "--magic" in sentence(str(folder), "--magic")
     assert "DIR" in sentence()

@@ -191,4 +191,4 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert closed_form.main(["--rows", "300", "--items", "2", "--only", "even_parity"]) == 0
     assert "0 further" in capsys.readouterr().out
     assert closed_form.main(["--only", "shufle"]) == 2
-    assert "did you mean 'shuffle'" in capsys.readouterr().err
+    assert "Did you mean 'shuffle'" in capsys.readouterr().err

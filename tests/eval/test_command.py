@@ -148,9 +148,9 @@ def test_an_error_in_a_scheduler_ends_its_run_alone(
         (["report=file/x.html"], "report=file/x.html: file is a file, but must be a folder"),
         (["hydra/launchr=slurm"], "hydra/launchr=slurm"),
         (["hydra.launcher.partition=gpu"], "hydra/launcher=NAME"),
-        (["hydra/launchr=joblib", "workers=2"], "did you mean 'hydra/launcher'"),
-        (["hydra.launcher.n_jbs=2", "workers=2"], "did you mean 'hydra.launcher.n_jobs'"),
-        (["hydra/launcher=jobbib"], "unknown hydra/launcher 'jobbib', did you mean 'joblib'"),
+        (["hydra/launchr=joblib", "workers=2"], "Did you mean 'hydra/launcher'"),
+        (["hydra.launcher.n_jbs=2", "workers=2"], "Did you mean 'hydra.launcher.n_jobs'"),
+        (["hydra/launcher=jobbib"], "unknown hydra/launcher 'jobbib'. Did you mean 'joblib'"),
     ],
 )
 def test_mistakes_are_sentences_before_anything_runs(

@@ -22,7 +22,7 @@ def test_it_writes_its_section(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert columns["`daedal(initial=16, eos_tokens=8)`"] < 64 and columns["`rho_eos`"] == 0, "cut as published"
     assert lengths.COMMAND in capsys.readouterr().out
     assert lengths.main(["--tasks", "copie", "--docs", str(page)]) == 2
-    assert "did you mean 'copy'" in capsys.readouterr().err
+    assert "Did you mean 'copy'" in capsys.readouterr().err
 
 
 def test_the_document_has_the_table() -> None:

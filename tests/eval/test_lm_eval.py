@@ -125,7 +125,7 @@ def test_a_mistake_in_the_command(capsys: pytest.CaptureFixture[str], monkeypatc
 
     monkeypatch.setattr("lm_eval.__main__.cli_evaluate", execute)
     assert main(["--model", "dllm_sampler"]) == 2
-    said = "dllm_sampler.eval.lm_eval: unknown model argument 'treshold', did you mean 'threshold'"
+    said = "dllm_sampler.eval.lm_eval: unknown model argument 'treshold'. Did you mean 'threshold'"
     assert said in capsys.readouterr().err
 
 

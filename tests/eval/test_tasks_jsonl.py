@@ -131,7 +131,7 @@ def test_other_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "task=jsonl needs a file. Add task.file=FILE.jsonl"),
         (["task.file=gone.jsonl"], "Cannot read task.file=gone.jsonl (No such file"),
         (["task.file=empty.jsonl"], "task.file=empty.jsonl has no JSON lines"),
-        (["task.file=mine.jsonl", "task.metric=exact"], "unknown task.metric 'exact', did you mean 'exact_match'?"),
+        (["task.file=mine.jsonl", "task.metric=exact"], "unknown task.metric 'exact'. Did you mean 'exact_match'?"),
         (["task.file=mine.jsonl", "task.metric=gone:f"], "task.metric=gone:f cannot be imported"),
         (["task.file=mine.jsonl", "task.count=0"], "task.count=0 is invalid. Set a whole number of at least 1"),
         (["task.file=mine.jsonl"], "mine.jsonl line 3: prompt 2 has 'sing'"),

@@ -144,10 +144,10 @@ def test_a_search_on_a_full_disk(here: Path, capsys: pytest.CaptureFixture[str])
 @each(
     ("words", "sentence"),
     [
-        (["tune=fats"], "unknown tune 'fats', did you mean 'fast'"),
+        (["tune=fats"], "unknown tune 'fats'. Did you mean 'fast'"),
         (["tune.seed=4294967296"], "tune.seed=4294967296 is invalid. Set a whole number from 0 to 4294967256."),
         (["tune.trials=1" + 9 * "0"], "tune.trials=1000000000 is invalid. Set a whole number from 1 to 10000."),
-        (["tune.trails=3"], "tune=fast has no field 'trails', did you mean 'trials'"),
+        (["tune.trails=3"], "tune=fast has no field 'trails'. Did you mean 'trials'"),
         (["tune.measure=speed"], "unknown tune.measure 'speed'"),
         (["tune.measure=nfe"], "unknown tune.measure 'nfe'"),
         (["tune.space.scheduler=threshold"], "tune.space.scheduler is 'threshold'. Write scheduler: {NAME: {}, ...}"),
@@ -179,7 +179,7 @@ def test_mistakes_are_sentences(
         ("", "tune.space is empty"),
         ("space: {}", "tune.space is empty"),
         ("space: 3", "space=3 is invalid. Set a mapping as {a: b}"),
-        ("space: {sheduler: {wino: {}}}", "unknown group of tune.space 'sheduler', did you mean 'scheduler'"),
+        ("space: {sheduler: {wino: {}}}", "unknown group of tune.space 'sheduler'. Did you mean 'scheduler'"),
         ("space: {scheduler: {}}", "tune.space.scheduler is {}. Write scheduler: {NAME: {}, ...}"),
         ("space: {scheduler: [threshold, wino]}", "tune.space.scheduler is ["),
         ("space: {scheduler: {threshold: 3}}", "tune.space.scheduler.threshold is 3"),

@@ -33,8 +33,8 @@ def test_requests_that_ask_for_more_are_refused(registered: str) -> None:
 
 
 WRONG = {
-    "scheduler: treshold": "unknown scheduler 'treshold', did you mean 'threshold'",
-    "schedular: threshold": "did you mean 'scheduler'",
+    "scheduler: treshold": "unknown scheduler 'treshold'. Did you mean 'threshold'",
+    "schedular: threshold": "Did you mean 'scheduler'",
     "scheduler: {name: threshold, threshold: high}": "threshold='high' is invalid. Set a number",
     "scheduler: wino": "scheduler=wino needs more than the logits of a block",
     "{scheduler: threshold, top_k: 5}": "top_k changes nothing at temperature 0",

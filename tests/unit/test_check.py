@@ -147,7 +147,7 @@ def test_what_is_kept_is_a_line_each(
 @pytest.mark.parametrize(
     ("yaml", "said"),
     [
-        ("cuont: 2", "scheduler=mine has no field 'cuont', did you mean 'count'?"),
+        ("cuont: 2", "scheduler=mine has no field 'cuont'. Did you mean 'count'?"),
         ("count: two", "scheduler.count='two' is invalid. Set a whole number"),
         ("_target_: rule_of_mine.Ruel", "scheduler=mine: _target_ rule_of_mine.Ruel cannot be imported"),
         ("_target_: torch.load", "scheduler=mine: _target_=torch.load"),
@@ -189,8 +189,8 @@ def test_a_neighbour_of_the_file_is_not_found_as_by_the_other_commands(folder: P
     [
         ([], "Add scheduler=NAME"),
         (["temperature=1"], "temperature=1 does not set a plug-in"),
-        (["scheduler=treshold"], "did you mean 'threshold'"),
-        (["scheduler=threshold", "scheduler.treshold=1"], "did you mean"),
+        (["scheduler=treshold"], "Did you mean 'threshold'"),
+        (["scheduler=threshold", "scheduler.treshold=1"], "Did you mean"),
     ],
 )
 def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -164,7 +164,7 @@ def test_a_session(words: list[str], capsys: pytest.CaptureFixture[str], monkeyp
     assert answers[2].startswith("Ben , Ada") and answers[3].startswith("Ben") and answers[3].endswith(", Cal")
     complaints = [line for line in err.splitlines() if line.startswith("dllm-sample: ")]
     assert len(complaints) == 3 and "Traceback" not in err
-    assert "did you mean 'threshold'?" in complaints[0] and "vocabulary" in complaints[1]
+    assert "Did you mean 'threshold'?" in complaints[0] and "vocabulary" in complaints[1]
     assert (
         complaints[2]
         == "dllm-sample: target=some does not work in a session. Leave it, and add target=some to a command."
@@ -187,8 +187,8 @@ def test_settings_that_no_prompt_could_have_are_refused(words: list[str], capsys
         "prefix=Ada infill=Ben{gap:2}": "infill= excludes prefix=.",
         "blocks=full block_length=4": "Or set block_length=null.",
         "infill={gap:2} max_new_tokens=4": "max_new_tokens= and infill=",
-        "--inof": "unknown flag '--inof', did you mean '--info'",
-        "--info gide": "unknown group, option or plug-in 'gide', did you mean 'guide'",
+        "--inof": "unknown flag '--inof'. Did you mean '--info'",
+        "--info gide": "unknown group, option or plug-in 'gide'. Did you mean 'guide'",
     }
     assert interactive.session(words, lines(*wrong)) == 0
     out, err = capsys.readouterr()

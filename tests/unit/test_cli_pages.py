@@ -183,12 +183,12 @@ def test_one_plugin(capsys: pytest.CaptureFixture[str]) -> None:
 @each(
     ("words", "message"),
     [
-        (["--info", "shceduler"], "unknown group, option or plug-in 'shceduler', did you mean 'scheduler'"),
-        (["--help", "sheduler"], "unknown group, option or plug-in 'sheduler', did you mean 'scheduler'"),
-        (["--help", "treshold"], "unknown group, option or plug-in 'treshold', did you mean 'threshold'"),
+        (["--info", "shceduler"], "unknown group, option or plug-in 'shceduler'. Did you mean 'scheduler'"),
+        (["--help", "sheduler"], "unknown group, option or plug-in 'sheduler'. Did you mean 'scheduler'"),
+        (["--help", "treshold"], "unknown group, option or plug-in 'treshold'. Did you mean 'threshold'"),
         (["--help", "nope=x"], "unknown group, option or plug-in 'nope'"),
-        (["--help", "schedular.steps=3"], "unknown group, option or plug-in 'schedular.steps', did you mean 'schedul"),
-        (["--help", "scheduler=klas"], "unknown scheduler 'klas', did you mean 'klass'"),
+        (["--help", "schedular.steps=3"], "unknown group, option or plug-in 'schedular.steps'. Did you mean 'schedul"),
+        (["--help", "scheduler=klas"], "unknown scheduler 'klas'. Did you mean 'klass'"),
     ],
 )
 def test_a_page_that_there_is_not(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,7 +239,7 @@ def test_pages_of_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
         capsys.readouterr().out
     )
     assert evaluate(["--help", "task=minni"]) == train(["--help", "train=minni"]) == 2
-    assert capsys.readouterr().err.count("did you mean 'mini'") == 2
+    assert capsys.readouterr().err.count("Did you mean 'mini'") == 2
 
 
 @each("name", config.names("train"))

@@ -54,10 +54,10 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, str]:
 
 
 WRONG = {
-    "scheduler=treshold": "unknown scheduler 'treshold', did you mean 'threshold'",
-    "scheduler=klass scheduler.treshold=0.9": "scheduler=klass has no field 'treshold', did you mean 'threshold'",
+    "scheduler=treshold": "unknown scheduler 'treshold'. Did you mean 'threshold'",
+    "scheduler=klass scheduler.treshold=0.9": "scheduler=klass has no field 'treshold'. Did you mean 'threshold'",
     "scheduler.threshold=high": "scheduler.threshold='high' is invalid. Set a number",
-    "tempreature=1": "did you mean 'temperature'",
+    "tempreature=1": "Did you mean 'temperature'",
     "temperature=-1": "temperature=-1 is invalid. Set a finite number of at least 0",
     "scheduler=klass,fixed": "has several values",
     "klass": "'klass' is not NAME=VALUE",

@@ -256,7 +256,7 @@ def test_an_interpreter_cannot_compile(tmp_path: Path) -> None:
 @each(
     ("arguments", "sentence"),
     [
-        (("--target", "sm_9"), "did you mean 'sm_90'"),
+        (("--target", "sm_9"), "Did you mean 'sm_90'"),
         (("--only", "nothing"), "name contains nothing"),
         (("--json", "tests"), "tests cannot be written: it is not a file"),
     ],

@@ -104,8 +104,8 @@ def test_it_writes_json_and_fills_a_page(tmp_path: Path, capsys: pytest.CaptureF
 @each(
     ("given", "said"),
     [
-        (["--gpus", "h300"], "unknown GPU 'h300', did you mean 'h200' or 'h100'"),
-        (["--models", "lada-8b"], "unknown model 'lada-8b', did you mean 'llada-8b'"),
+        (["--gpus", "h300"], "unknown GPU 'h300'. Did you mean 'h200' or 'h100'"),
+        (["--models", "lada-8b"], "unknown model 'lada-8b'. Did you mean 'llada-8b'"),
         (["--bandwidth", "4"], "of one GPU, not of h200,a100"),
         (["--gpus", "h200", "--bandwidth", "-3"], "--bandwidth: should be a number above 0, not '-3'"),
         (["--gpus", "h200", "--peak", "inf"], "--peak: should be a number above 0, not 'inf'"),

@@ -325,13 +325,13 @@ def test_half_a_character(prompt: Any, given: dict[str, Any]) -> None:
     [
         (
             "temprature",
-            "unknown option 'temprature', did you mean 'temperature'?",
+            "unknown option 'temprature'. Did you mean 'temperature'?",
         ),
         (
             "max_new_token",
-            "unknown option 'max_new_token', did you mean 'max_new_tokens'?",
+            "unknown option 'max_new_token'. Did you mean 'max_new_tokens'?",
         ),
-        ("temp", "unknown option 'temp', did you mean 'temperature'?"),
+        ("temp", "unknown option 'temp'. Did you mean 'temperature'?"),
         ("p", '\'p\' is a setting of a plug-in. Write guide={"name": "NAME", "p": 1}, where NAME is top_p.'),
         (
             "relaxed",

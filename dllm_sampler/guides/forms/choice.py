@@ -316,7 +316,8 @@ def unasked(canvas: Canvas, query: Query, lattice: Lattice) -> Tensor:
     if not isinstance(canvas.layout.noise, CounterNoise):
         raise UserError(
             "guide-incompatible",
-            f"noise={type(canvas.layout.noise).__name__} has no draws for a guide on a form. Remove noise=.",
+            f"noise={type(canvas.layout.noise).__name__} does not support guides such as regex or json_schema"
+            " when tokens are drawn. Remove noise or the guide.",
         )
     candidates = query.ids.shape[1]
     step = canvas.step[:, None] if query.candidates.step is None else query.candidates.step

@@ -78,7 +78,10 @@ class Window:
         return state[:, 0]
 
     def left(self, edges: Edges, form: Tensor, several: bool) -> Tensor:
-        """Return `[N, S]` the best value, or the sum, of the strings that may follow each state after the window."""
+        """Return `[N, S]` the best value of the strings that may follow each state after the window.
+
+        With `several` it is the logarithm of the sum over these strings.
+        """
         if self.whole:
             return _ends(edges).index_select(0, form)
         table = _tails(edges, several, self.length)  # [P, L', S]
@@ -91,10 +94,10 @@ def _ends(edges: Edges) -> Tensor:
 
 
 def _tails(edges: Edges, several: bool, length: int) -> Tensor:
-    """Return `[P, L', S]` the best value, or the sum, of strings of 0, 1, ... positions that may follow each state.
+    """Return `[P, L', S]` the best value of strings of 0, 1, ... positions that may follow each state.
 
-    L' is above `length`. The table is made once for lengths up to a power of two. It is never freed before the edges,
-    since a recorded step reads it in place.
+    With `several` it is the logarithm of the sum over the strings. L' is above `length`. The table is made once for
+    lengths up to a power of two. It is never freed before the edges, since a recorded step reads it in place.
     """
     most = 1 << (length - 1).bit_length()
     if (several, most) in edges.tails:

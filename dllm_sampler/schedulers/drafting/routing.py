@@ -144,7 +144,10 @@ class Routing:
         return verifies, state._replace(arm=2 * bucket + verifies)
 
     def learnt(self, state: Routed, over: Tensor, gained: Tensor) -> Routed:
-        """Return the state after the rounds `over [B] bool`, which committed `gained [B]` tokens per forward."""
+        """Return the state after a round has ended in the rows `over [B] bool`.
+
+        It committed `gained [B]` tokens per forward.
+        """
         if self.policy != "contextual_bandit_ucb":
             return state
         at = state.arm[:, None]
