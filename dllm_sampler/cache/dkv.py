@@ -11,6 +11,7 @@ from dllm_sampler.cache.base import BaseCache, changed
 from dllm_sampler.core.checks import check_choice, check_count
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.core.visibility import visible
+from dllm_sampler.errors import UserError
 
 Mode = Literal["decode", "prefill", "pd"]
 Shift = Literal["un", "un_right"]
@@ -38,7 +39,7 @@ class DelayedCache(BaseCache):
 
     Args:
         refresh_every: forwards from one full forward to the next. 1 never reuses. By default the paper's 8, or 4 under
-            a logit shift. Not used by `mode=prefill`.
+            a logit shift. Refused with `mode=prefill`.
         mode: `decode` is the rule above. `prefill` computes the prompt once, and all else always. `pd` computes the
             prompt once, and all else as `decode`.
         per_block: count forwards from each block's opening, and make the second one full, too (the published LLaDA
@@ -59,6 +60,12 @@ class DelayedCache(BaseCache):
         check_count("cache.refresh_every", self.refresh_every, optional=True)
         check_choice("cache.mode", self.mode, Mode)
         check_choice("cache.shift", self.shift, Shift)
+        if self.mode == "prefill" and self.refresh_every is not None:
+            raise UserError(
+                "options-conflict",
+                f"cache.refresh_every={self.refresh_every} has no effect with cache.mode=prefill. Remove it, or set"
+                " cache.mode=pd.",
+            )
 
     @override
     def begin(self, canvas: Canvas) -> None:

@@ -17,8 +17,8 @@ LIMITS = {
     "scheduler": "Rules that rank positions by the confidence of drawn tokens prefer likely answers."
     " With temperature=1 and one token per step, scheduler=random_order and scheduler=leftright draw from the model's"
     " own distribution (docs/tasks.md).",
-    "cache": "By default all caches but none, exact and block_causal are approximate: mini gets 99 of 100 shuffles"
-    " right with cache=exact and 9 with cache=dual (docs/caches.md).",
+    "cache": "By default all caches but none, exact, block_causal and sub_block are approximate: mini gets 99 of 100"
+    " shuffles right with cache=exact and 9 with cache=dual (docs/caches.md).",
     "log-probability": "A recorded probability is that of one token in the state in which it was committed. The product"
     " over an answer is not its likelihood, which Sampler.score computes (docs/likelihood.md).",
 }

@@ -219,6 +219,7 @@ class TestLife:
     [
         ({"name": "dkv", "refresh_every": 0}, "option-range: cache.refresh_every"),
         ({"name": "dkv", "shift": "right"}, "choice-unknown: un_right"),
+        ({"name": "dkv", "mode": "prefill", "refresh_every": 4}, "options-conflict: cache.refresh_every=4"),
         ({"name": "dkv", "shift": "left"}, "choice-unknown: un_right"),
         ({"name": "dkv", "mode": "greedy"}, "choice-unknown: cache.mode='greedy'"),
         ({"name": "dkv_greedy"}, "cache-incompatible: scheduler=random_order"),

@@ -147,7 +147,7 @@ WRONG = [
     (["+guide.top_k.k=4"], "+guide.top_k.k=4 sets a guide that is not chosen. Write guide=top_k."),
     (["~guide.k"], "~guide.k removes a field that does not exist"),
     (["guide=top_k", "guide.k=4,5"], "Give one, or guide.top_k.k=[4,5] if it takes a list, or run each by dllm-eval."),
-    (["scheduler=freedave", "scheduler.inner.steps=x"], "Set scheduler.inner itself, to a mapping"),
+    (["scheduler=freedave", "scheduler.inner.steps=x"], "Set scheduler.inner=VALUE, or"),
     (["scheduler=freedave", "scheduler.inner={name: fixed, steps: x}"], "scheduler.inner.steps='x' is invalid"),
     (["scheduler=freedave", "scheduler.inner={name: fixed, steps: 0}"], "scheduler.inner.steps=0 is invalid"),
     (["model.revision.x=3"], "model.revision.x=3 sets a field of model.revision=null, which has none"),

@@ -212,7 +212,7 @@ def test_marks() -> None:
         ("x = \nS -> x", "grammar-invalid: line 1"),
         ("Foo-bar = a\nS -> Foo-bar", "grammar-invalid: line 1, 'Foo-bar' begins with a capital letter"),
         ('S -> "a"|"b"', "grammar-invalid: line 1, no blanks around |"),
-        ('S -> ""', "grammar-invalid: line 1, not a text in quotes"),
+        ('S -> ""', "grammar-invalid: line 1, empty text"),
         ('S -> "a b"', "grammar-invalid: line 1, Close its quotes"),
         ("x = a without b and\nS -> x", "grammar-invalid: line 1, is incomplete"),
         ("%skip space\n%skip tab\nS -> (", "grammar-invalid: line 2, given twice"),

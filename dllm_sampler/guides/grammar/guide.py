@@ -36,7 +36,7 @@ class Grammar(Guide):
 
     The number of masks in a gap is not considered, so an answer may run out of them. If the grammar is regular, or
     with a `depth`, tokens are chosen together instead, as by `guide=regex`. Then every answer that comes to its end is
-    of the language, and `tries` and `complete` have no effect.
+    of the language, and `tries` and `complete`, which have no effect then, are refused.
 
     Source: arXiv 2508.10111, which tests tokens one after the other until as many fit as the schedule wants.
 
@@ -87,6 +87,13 @@ class Grammar(Guide):
             raise UserError("option-missing", "guide=grammar has no grammar. Set guide.grammar.grammar=FILE or json.")
         language = Language.load(self.grammar)
         if self.depth is not None or language.regular:
+            idle = "complete" if self.complete else "tries" if self.tries != type(self).tries else None
+            if idle is not None:
+                raise UserError(
+                    "option-not-applicable",
+                    f"guide.grammar.{idle}={as_typed(getattr(self, idle))} has no effect with a depth or on a regular"
+                    " grammar, since tokens are chosen together. Remove it.",
+                )
             return BoundedGrammar(language, self.depth).bind(context)
         if spec.mask_id is None:
             raise UserError(

@@ -145,11 +145,14 @@ def _symbol(
             raise UserError("grammar-invalid", f"{where}: {word} has no blanks around |. Add them.")
         elif len(word) > 2 and word[0] == word[-1] and word[0] in "\"'":
             expression = word[1:-1].encode()
-        elif word in ("$", "ε") or (word[0] in "\"'" and len(word) > 1):
+        elif word in ("$", "ε", '""', "''"):
+            said = f"{where}: {word} is an empty text. Remove it, or write $ alone for the empty body."
+            raise UserError("grammar-invalid", said)
+        elif word[0] in "\"'" and len(word) > 1:
             raise UserError(
                 "grammar-invalid",
-                f"{where}: {word} is not a text in quotes. Close its quotes, define a text with blanks as a terminal"
-                " (name = expression), or write $ alone for the empty body.",
+                f"{where}: {word} is not a text in quotes without blanks. Close its quotes, or write a text with blanks"
+                " as a terminal (name = expression).",
             )
         elif any(sign.isalnum() for sign in word):
             said = str(unknown("terminal", word, defined)) if defined else f"unknown terminal '{word}'."
