@@ -455,9 +455,9 @@ def reset_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory in bytes, of the GPU since the last reset or else of the process.
+    """Return the peak memory in bytes.
 
-    Returns 0 for a process on Windows.
+    On a GPU it is counted since the last reset. On a CPU it is that of the process, and 0 on Windows.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

@@ -213,7 +213,7 @@ def combinations(chosen: dict[str, Any]) -> tuple[list[Labelled], list[tuple[str
 def explained(error: Exception, built: Sequence[Any]) -> str:
     """Return a description of an error: the message of a `Broken` or `UserError` as it is.
 
-    For others it names the plug-in's line that raised the error, or the last line of the traceback if none did.
+    For others it names the innermost line of a plug-in's file in the traceback, or else the line that raised the error.
 
     Args:
         built: the plug-ins. Guides are in a tuple.

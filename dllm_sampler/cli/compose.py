@@ -385,9 +385,9 @@ def missing(
             # A guide's name is between the group's and the field's, since there may be several guides.
             at = f"guide={part}" if path == f"guide.{part}" else path
         elif not isinstance(node, dict):
-            said = f"{word} sets a field of {path}={as_typed(node)}, which has none"
+            said = f"{word.removeprefix('++')} sets a field, but {path}={as_typed(node)} is a single value"
             return UserError(
-                "field-unknown", f"{said}. Set {path}=VALUE, or '{path}={{name: NAME, FIELD: VALUE}}' for a plug-in."
+                "field-unknown", f"{said}. Set {path}=VALUE, or for a plug-in '{path}={{name: NAME, FIELD: VALUE}}'."
             )
         elif path == "guide":
             return _missing_guide(part, rest, node, word, value)

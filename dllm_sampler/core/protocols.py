@@ -136,7 +136,7 @@ class Denoiser(Protocol):
             hidden: `[..., D]` hidden states after the final norm.
 
         Returns:
-            `[..., V]` logits in a floating-point type, as the network has them, without a temperature.
+            `[..., V]` logits in any floating-point type, as the network computes them, not divided by a temperature.
         """
         ...
 

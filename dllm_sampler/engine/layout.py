@@ -34,8 +34,8 @@ def canvas(
         rows: token ids of each prompt. A prompt may be empty if tokens of its answer are given.
         new_tokens: length of each answer, or one number for all.
         cuts: a stop policy may shorten rows.
-        multiple: the canvas is rounded up to a multiple of this many columns, as far as the model has positions. No row
-            uses the last ones.
+        multiple: the number of columns is rounded up to a multiple of this, at most to the model's `max_positions`. The
+            added columns are padding.
         length: least number of columns.
         lengths: lengths of answers that may join the batch later (`engine/in_flight.py`).
         forms: number of each answer's form, if a guide has a list of forms (`Guide.forms`).

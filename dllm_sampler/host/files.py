@@ -70,7 +70,9 @@ def make_folder(path: str | Path) -> None:
     except FileExistsError:  # not a `NotWrittenError`, since the same command would fail again
         raise UserError("folder-invalid", f"{path} is not a folder. Name another.") from None
     except OSError as error:
-        raise NotWrittenError(f"Cannot store results in {path}: {error.strerror}. Name another folder.") from error
+        raise NotWrittenError(
+            f"Cannot store results in {path}: {error.strerror}. Check the path, the disk and the permissions."
+        ) from error
 
 
 def append(path: str | Path, lines: str) -> None:
@@ -183,7 +185,7 @@ class Lines:
             raise UserError("file-locked", f"Another process is writing {named}. Wait, or name another file.")
 
     def add(self, line: str) -> None:
-        """Write a line, and a line end. After an error a regular file has no part of the line.
+        """Write a line and a newline. After an error a regular file contains no part of the line.
 
         Raises:
             NotWrittenError: the line cannot be written.
@@ -251,12 +253,12 @@ def is_stream(path: str | Path) -> bool:
 
 
 def same(one: str | Path, other: str | Path) -> bool:
-    """Return True if both paths lead to the same file or folder, and not to a stream.
+    """Return True if both paths lead to the same file or folder, and neither names a stream.
 
     If either does not exist, their resolved paths are compared.
     """
     with suppress(OSError):
-        return os.path.samefile(one, other) and not is_stream(one)
+        return os.path.samefile(one, other) and not is_stream(one) and not is_stream(other)
     return os.path.realpath(one) == os.path.realpath(other)
 
 

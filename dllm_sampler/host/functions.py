@@ -13,7 +13,7 @@ from dllm_sampler.errors import UserError
 
 
 class _Named:
-    """A finder for one module in the working directory, which Python asks after all others."""
+    """A finder for one module in the working directory. Python asks it last, after all other finders."""
 
     def __init__(self, name: str):
         self.name = name

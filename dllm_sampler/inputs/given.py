@@ -242,7 +242,8 @@ def encode_template(
         raise UserError("gap-missing", f"{name} has no gap. Write a gap of 8 tokens as {{gap:8}}.")
     if alone and not any(token != FREE for token in given):
         raise UserError(
-            "gap-without-text", f"{name} has only gaps. Add text to it, or give a prompt that comes before it."
+            "gap-without-text",
+            f"{name} has only gaps, and no prompt comes before them. Add text between the gaps, or give a prompt.",
         )
     if len(given) + (not alone) > spec.max_positions:
         said = f"{name} has {len(given)} tokens with its gaps, too many{' after a prompt' * (not alone)} for the"

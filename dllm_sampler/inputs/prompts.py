@@ -55,8 +55,7 @@ def check_new_tokens(max_new_tokens: int, spec: ModelSpec, name: str = "max_new_
     if max_new_tokens >= spec.max_positions:
         raise UserError(
             "context-exceeded",
-            f"{name}={max_new_tokens} leaves no position for a prompt in the model's context of"
-            f" {spec.max_positions}. Lower it.",
+            f"{name}={max_new_tokens} leaves no position for a prompt in a context of {spec.max_positions}. Lower it.",
         )
 
 
@@ -114,7 +113,7 @@ def encode_one(
         beside = f"max_new_tokens={max_new_tokens}" if answer is None else f"the {max_new_tokens} of {answer}"
         raise UserError(
             "context-exceeded",
-            f"{name} has {counted(len(ids), 'token')}, too many with {beside} for the model's context of"
+            f"{name} has {counted(len(ids), 'token')}, too many with {beside} for a context of"
             f" {spec.max_positions}. Shorten the prompt, the answer or both.",
         )
     return ids

@@ -257,8 +257,8 @@ def _check_ends(spec: ModelSpec, plugins: Iterable[Scheduler | Guide]) -> None:
         kind = "guide" if isinstance(one, Guide) else "scheduler"
         raise UserError(
             "end-token-missing",
-            f"{kind}={named(one)} needs an end-of-text token. Set eos_token_id of the diffusers scheduler or of the"
-            " checkpoint's config.json, or eos_id of the ModelSpec.",
+            f"{kind}={named(one)} needs an end-of-text token. Set it as DllmScheduler(eos_token_id=ID) for diffusers,"
+            " eos_token_id in the checkpoint's config.json for SGLang, or ModelSpec(eos_id=ID) for BlockRule.",
         )
 
 

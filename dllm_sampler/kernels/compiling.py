@@ -1,4 +1,4 @@
-"""Functions that `torch.compile` compiles, each once per process."""
+"""Cached calls of `torch.compile`: one per function and process. A function may have several compiled versions."""
 
 from collections.abc import Callable
 from functools import cache

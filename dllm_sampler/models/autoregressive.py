@@ -65,7 +65,7 @@ class Verifier:
             raise UserError(
                 "context-exceeded",
                 f"{self.name} can read {self.longest} tokens, and the longest prompt has {canvas.length} with its"
-                " answer. Lower max_new_tokens, or shorten that prompt.",
+                " answer. Shorten that prompt, its answer or both.",
             )
         kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])  # Mistral names none, and slides
         window = getattr(config, "sliding_window", None)

@@ -165,7 +165,8 @@ class Layer(nn.Module):
         Args:
             mask: `[N, 1, 1|M, M] bool` keys that are seen. None means all.
             together: see `mlp`.
-            rows: `[N, Q]` positions to return, as `[N, Q, D]`. The others are keys and values only. None means all.
+            rows: `[N, Q]` positions to return, as `[N, Q, D]`. The others are keys and values only,
+                and with `together` they also go through `mlp`. None means all.
         """
         if drive is not None:
             return drive(self.index, self, hidden, rope, rows)
@@ -269,7 +270,7 @@ class Transformer(nn.Module):
                 A `drive` makes its own mask.
             drive: runs each layer in place of the layer's own forward.
             rows: `[N, Q]` indices of the positions to answer. In the last layer the others are keys and values only.
-                The default is all.
+                With a pool of experts they also go through the feed-forward layer. The default is all.
             inputs: returns the first layer's input. The default is the embeddings themselves.
         """
         if positions is None:

@@ -199,7 +199,9 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     try:
         found = load_json(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise UserError("json-invalid", f"Cannot read {file} ({error.strerror}). Make it readable.") from None
+    except ValueError as error:
         raise UserError("json-invalid", f"Cannot read {file} as JSON ({error}). Copy it again.") from None
     if not isinstance(found, dict):
         raise UserError("json-invalid", f"{file} contains {shown(found)}, not a JSON object. Copy it again.")

@@ -67,7 +67,7 @@ class AllEnd(BlockStop):
     Source: the early exit of FreeDave's loops, arXiv 2510.00294.
 
     Args:
-        drafting: do not stop in the first step of a block, as the drafting loop.
+        drafting: never stop in the first step of a block. FreeDave's drafting loop does the same.
     """
 
     drafting: bool = False

@@ -19,8 +19,8 @@ class CertaintyPrior(FixedSteps):
 
         while masks remain in the block:
             token, score = model(canvas)
-            density = part of a Gaussian of width sigma around each mask
-                that covers committed positions
+            density = share of a Gaussian of width sigma around each mask
+                that falls on committed positions
             n = number of masks due in this step, by steps and schedule
             commit the n masks with the highest score * density
 

@@ -112,7 +112,11 @@ class Command:
                 said = f"{output} cannot be written ({getattr(error, 'strerror', None) or first_line(error)})."
                 raise NotWrittenError(f"{said} Check the path, the disk and the permissions.") from None
             if type(error) is UserError:  # from a part that knows only the option of `dllm-sample`
-                said = re.sub(r"(?<![\w.-])(model|target)(?=[.=]| is empty| has no field)", r"train.\1", str(error))
+                said = re.sub(
+                    r"(?<![\w.-])(model|target)(?!\.safetensors)(?=[.=]| is empty| has no field)",
+                    r"train.\1",
+                    str(error),
+                )
                 raise UserError(error.code, said.replace("max_new_tokens", "train.new_tokens")) from None
             reason, module = f"train={self.name}: {first_line(error)}", type(error).__module__.partition(".")[0]
             if isinstance(error, ValueError) and module in ("builtins", "peft"):

@@ -200,7 +200,7 @@ class Data:
         if is_whole(answer):  # a column of numbers in a table
             answer = str(answer)
         if not prompt:
-            raise UserError("example-invalid", f"{where} has an empty prompt. Write one or remove the example.")
+            raise UserError("example-invalid", f"{where} has an empty prompt. Fill it in, or remove the example.")
         tokens = isinstance(answer, list) and all(map(is_whole, answer))
         if answers and not (answer and (isinstance(answer, str) or tokens)):
             said = f"{where} has no answer. Fill its column {' or '.join(names)}, or set train.data.answer."

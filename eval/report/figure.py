@@ -92,7 +92,7 @@ class Panel:
 def require_matplotlib() -> None:
     """Raise `UserError` if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
-        raise UserError("package-missing", f"The picture needs matplotlib. Run {installing('eval')}.")
+        raise UserError("package-missing", f"Figures need matplotlib. Run {installing('eval')}.")
 
 
 def draw(

@@ -168,7 +168,7 @@ def _samples(figures: Figures) -> str:
 
 
 def _each(one: Figures, other: Figures) -> str:
-    """Return the numbers of samples of two methods, in words."""
+    """Return the sample counts of two methods as text: `100 each` if they are equal, else `100 and 90`."""
     counts = _samples(one), _samples(other)
     return f"{counts[0]} each" if counts[0] == counts[1] else " and ".join(counts)
 

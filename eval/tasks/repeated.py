@@ -33,5 +33,5 @@ class Repeated:
         return self._once[sample.index // self.times]
 
     def together(self, samples: Sequence[Sample], answers: Sequence[Answer]) -> Mapping[str, float]:
-        """Return the measures of all answers together from the inner task."""
+        """Return the inner task's measures of all answers together."""
         return self.task.together([self._of(sample) for sample in samples], answers)

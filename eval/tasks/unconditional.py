@@ -73,7 +73,11 @@ class Unconditional(Task):
             _checkpoint(self.judge)  # a mistake shows before hours of work
         if self.references is not None:
             if self.judge is None:
-                raise UserError("option-missing", "task.references needs a judge. Set task.judge=MODEL.")
+                raise UserError(
+                    "option-missing",
+                    f"task.references={self.references} needs a judge. Name a causal language model of transformers,"
+                    " for example task.judge=openai-community/gpt2-large, or remove task.references.",
+                )
             _ = self._references, _mauve()
 
     @property

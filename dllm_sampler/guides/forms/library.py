@@ -91,7 +91,8 @@ def run(given: dict[str, Any], name: str, why: Callable[[], tuple[str, str]] | N
         reason, way = why() if why else (said[9:].rstrip("."), "Correct or simplify it.")
         raise UserError("form-invalid", f"{name} cannot be used ({reason}). {way}")
     if said.startswith("large: "):
-        raise UserError("form-too-large", f"{name} has {said[7:]} states, more than {given['states']}. Simplify it.")
+        said = f"{name} has {said[7:]} states as an automaton, more than {given['states']}"
+        raise UserError("form-too-large", f"{said}. Simplify it, for example with smaller counts or lengths.")
     if done.returncode == -signal.SIGKILL or "memory allocation" in done.stderr or "MemoryError" in said:
         raise UserError("form-too-large", f"{name} needs more than {MEMORY >> 30} GiB to build. Simplify it.")
     ended = said or f"exit status {done.returncode}"

@@ -22,7 +22,10 @@ ROOM = 2**21  # most numbers of moves that are computed at once
 
 @dataclass(frozen=True)
 class Window:
-    """The positions to go through. Those before are decided, and nothing is asked about those after."""
+    """The positions of an answer that a choice goes through one by one.
+
+    Positions before it are committed. Positions after it are masks that the step does not query.
+    """
 
     begin: Tensor  # [N]
     width: int  # W
@@ -80,7 +83,7 @@ class Window:
     def left(self, edges: Edges, form: Tensor, several: bool) -> Tensor:
         """Return `[N, S]` the best value of the strings that may follow each state after the window.
 
-        With `several` it is the logarithm of the sum over these strings.
+        With `several` it is the logarithm of the sum of exp(value) over these strings.
         """
         if self.whole:
             return _ends(edges).index_select(0, form)
@@ -96,8 +99,9 @@ def _ends(edges: Edges) -> Tensor:
 def _tails(edges: Edges, several: bool, length: int) -> Tensor:
     """Return `[P, L', S]` the best value of strings of 0, 1, ... positions that may follow each state.
 
-    With `several` it is the logarithm of the sum over the strings. L' is above `length`. The table is made once for
-    lengths up to a power of two. It is never freed before the edges, since a recorded step reads it in place.
+    With `several` it is the logarithm of the sum of exp(value) over the strings. L' is above `length`. The table is
+    made once for lengths up to a power of two. It is never freed before the edges, since a recorded step reads it in
+    place.
     """
     most = 1 << (length - 1).bit_length()
     if (several, most) in edges.tails:
