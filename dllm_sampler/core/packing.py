@@ -1,8 +1,8 @@
 """Packed steps: a forward computes the positions that the rows of a batch need, side by side, and no others.
 
-A pack has T *entries*, sorted by row, candidate and column. A network sees them as one row `[1, T, D]`. Only attention
-and the writing of keys and values know the row of an entry. R of the T hidden states are *head rows*, which the LM
-head turns into logits.
+A pack has T *entries*, sorted by row, candidate and column. A network sees them as one row `[1, T, D]`. Only attention,
+the writing of keys and values, and routing by block (`Pack.together`) know the row of an entry. R of the T hidden
+states are *head rows*, which the LM head turns into logits.
 
 The host reads T and R once between two steps (`host_counts`). If fewer entries are left than the host expects,
 *fillers* take their place. A filler is at the empty slot of the last row.

@@ -64,8 +64,8 @@ class Verifier:
         if canvas.length > self.longest:
             raise UserError(
                 "context-exceeded",
-                f"{self.name} can read {self.longest} tokens, and the longest prompt has {canvas.length} with its"
-                " answer. Shorten that prompt, its answer or both.",
+                f"{self.name} can read {self.longest} tokens, and one prompt with its answer has {canvas.length}."
+                " Shorten that prompt, its answer or both.",
             )
         kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])  # Mistral names none, and slides
         window = getattr(config, "sliding_window", None)

@@ -236,7 +236,7 @@ def read(words: Sequence[str]) -> Command:
             if match[2] and isinstance(defaults.get(match[1]), str | int | float):
                 way = f"train.{match[1]} has no fields. Write train.{match[1]}=VALUE"
                 if match[1] == "model":
-                    way = "train.model is a name. With fields, write 'train.model={name: NAME, FIELD: VALUE}'"
+                    way = "train.model is a name. To set its fields, write 'train.model={name: NAME, FIELD: VALUE}'"
                 raise UserError("field-unknown", f"{word}: {way}.")
             if match[1] not in defaults or match[2]:  # a field of TrainingArguments, or a key of a mapping
                 word = f"++{word}"

@@ -101,7 +101,7 @@ SHAPES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {  # kinds of
     LISTS: (lambda one: isinstance(one, list), ("anyOf", "allOf", "prefixItems")),
     "a list of values": (lambda one: isinstance(one, list), ("enum",)),
     "a list of names": (_texts, ("required",)),
-    f"{', '.join(KINDS)}, or a list of these": (
+    f"{', '.join(map(json.dumps, KINDS))}, or a list of these, each as text in quotes": (
         lambda one: (isinstance(one, str) and one in KINDS) or (_texts(one) and all(name in KINDS for name in one)),
         ("type",),
     ),

@@ -81,9 +81,10 @@ class Window:
         return state[:, 0]
 
     def left(self, edges: Edges, form: Tensor, several: bool) -> Tensor:
-        """Return `[N, S]` the best value of the strings that may follow each state after the window.
+        """Return `[N, S]` 0 for the states that a string after the window may follow, and -inf for others.
 
-        With `several` it is the logarithm of the sum of exp(value) over these strings.
+        With `several` it is the logarithm of the number of these strings. Positions after the window have no logits, so
+        each token there has the value 0.
         """
         if self.whole:
             return _ends(edges).index_select(0, form)
@@ -97,9 +98,9 @@ def _ends(edges: Edges) -> Tensor:
 
 
 def _tails(edges: Edges, several: bool, length: int) -> Tensor:
-    """Return `[P, L', S]` the best value of strings of 0, 1, ... positions that may follow each state.
+    """Return `[P, L', S]` 0 for the states that a string of 0, 1, ... positions may follow, and -inf for others.
 
-    With `several` it is the logarithm of the sum of exp(value) over the strings. L' is above `length`. The table is
+    With `several` it is the logarithm of the number of these strings. L' is above `length`. The table is
     made once for lengths up to a power of two. It is never freed before the edges, since a recorded step reads it in
     place.
     """
