@@ -258,7 +258,7 @@ def _check_ends(spec: ModelSpec, plugins: Iterable[Scheduler | Guide]) -> None:
         raise UserError(
             "end-token-missing",
             f"{kind}={named(one)} needs an end-of-text token. Set it as DllmScheduler(eos_token_id=ID) for diffusers,"
-            " eos_token_id in the checkpoint's config.json for SGLang, or ModelSpec(eos_id=ID) for BlockRule.",
+            " eos_token_id in the checkpoint's config.json for SGLang, or model(ends=(ID,)) for BlockRule.",
         )
 
 

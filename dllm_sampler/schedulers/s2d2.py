@@ -103,8 +103,8 @@ class SelfVerified(Routing, DynamicThreshold):
             what = "has a logit shift" if spec.attention == "block_causal" else "is not block-causal"
             raise UserError(
                 "scheduler-incompatible",
-                f"scheduler={named(self)} verifies drafts with a block-causal model at block size 1 (SDAR, LLaDA2), and"
-                f" this model {what}. Use scheduler={drafting_for(spec)}.",
+                f"scheduler={named(self)} needs a block-causal model without a logit shift (SDAR, LLaDA2), and this"
+                f" model {what}. Use scheduler={drafting_for(spec)}.",
             )
         return with_bound_fields(super().bind(context), model=spec, draws=context.draws)
 
