@@ -130,7 +130,7 @@ class Arguments:
                     "options-conflict", f"prompt {number} is an Infill, which has its own given tokens. Remove {names}."
                 )
             before = prompt.prompt
-            name = f"prompt {number}" if before is None else f"the answer of prompt {number}"
+            name = f"answer {number}" if before is None else f"the answer of prompt {number}"
             given = encode_template(prompt.answer, runtime.tokenizer, runtime.spec, name, alone=before is None)
             max_new_tokens = len(given)
             ids = (

@@ -243,7 +243,8 @@ def encode_template(
     if alone and not any(token != FREE for token in given):
         raise UserError(
             "gap-without-text",
-            f"{name} has only gaps, and no prompt comes before them. Add text before or after a gap, or give a prompt.",
+            f"{name} has only positions to generate, and no prompt comes before it. Add text beside a gap (in refine,"
+            " shorten the span), or give a prompt.",
         )
     if len(given) + (not alone) > spec.max_positions:
         said = f"{name} has {len(given)} tokens with its gaps, too many{' after a prompt' * (not alone)} for the"

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Cache, PreTrainedModel, PreTraine
 from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas
-from dllm_sampler.errors import UserError, invalid
+from dllm_sampler.errors import RowError, UserError, invalid
 from dllm_sampler.models import adapter as adapters
 from dllm_sampler.models import huggingface, loading
 from dllm_sampler.models.mixture import KnownTokens
@@ -62,10 +62,11 @@ class Verifier:
         """
         config: Any = self.model.config.get_text_config()
         if canvas.length > self.longest:
-            raise UserError(
+            raise RowError(
                 "context-exceeded",
-                f"{self.name} can read {self.longest} tokens, and one prompt with its answer has {canvas.length}."
-                " Shorten that prompt, its answer or both.",
+                f"{{prompts}}: {self.name} can read {self.longest} tokens, and prompt and answer have more. Shorten the"
+                " prompt, the answer or both.",
+                (canvas.end > self.longest).nonzero().flatten().tolist(),
             )
         kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])  # Mistral names none, and slides
         window = getattr(config, "sliding_window", None)

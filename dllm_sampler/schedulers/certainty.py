@@ -24,8 +24,8 @@ class CertaintyPrior(FixedSteps):
             n = number of masks due in this step, by steps and schedule
             commit the n masks with the highest score * density
 
-    Source: d2Cache, arXiv 2509.23094. As published, the Gaussian extends one answer length beyond either end of the
-    answer. Positions before the answer count as committed, and those after it count like its last one. The order
+    Source: d2Cache, arXiv 2509.23094. As published, positions before the answer count as committed, and those after
+    it count like its last one. Positions more than one answer length beyond either end count as masked. The order
     becomes nearly left to right.
 
     Args:

@@ -297,8 +297,8 @@ def test_refusals_of_company() -> None:
 
 
 def test_a_verifier_must_see_the_whole_text() -> None:
-    with refused("context-exceeded: 62, 63"):
-        toys.sampler(scheduler=ParallelDecoding(verifier=short(62))).generate([[1, 2, 3]], max_new_tokens=60)
+    with refused("context-exceeded: prompt 2: scheduler.verifier can read 62 tokens"):
+        toys.sampler(scheduler=ParallelDecoding(verifier=short(62))).generate([[1, 2], [1, 2, 3]], max_new_tokens=60)
     sliding = ParallelDecoding(verifier=short(256, window=8))
     toys.sampler(scheduler=sliding).generate([[1, 2]], max_new_tokens=6)
     with refused("verifier-unsupported"):
