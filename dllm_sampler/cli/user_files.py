@@ -86,8 +86,12 @@ def choices_of(word: str) -> list[tuple[str, str]]:
     names = [name.strip() for name in value.strip("[]").split(",")]
     for name in names:
         if name not in choices(group):
-            raise unknown("trainer" if group == "train" else group, name, choices(group))
+            raise _unknown(group, name)
     return [(group, name) for name in names]
+
+
+def _unknown(group: str, name: str) -> UserError:
+    return unknown("trainer" if group == "train" else group, name, choices(group))
 
 
 def own(group: str) -> dict[str, Path]:
@@ -109,7 +113,7 @@ def read(group: str, name: str) -> config.Entry:
     if file is None:
         if group == "model":
             config.checkpoint(name)  # its message does not list all models
-        raise unknown(group, name, choices(group))
+        raise _unknown(group, name)
     with _readable(file):
         return config.described(name, file.read_text(encoding="utf-8"))
 

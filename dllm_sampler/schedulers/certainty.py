@@ -26,10 +26,10 @@ class CertaintyPrior(FixedSteps):
 
     Source: d2Cache, arXiv 2509.23094. As published, positions before the answer count as committed, and those after
     it count like its last one. Positions more than one answer length beyond either end count as masked. The order
-    becomes nearly left to right.
+    becomes nearly left to right. Scores that are negative numbers (entropy, position) are refused.
 
     Args:
-        score: see `FixedSteps`. Scores that are negative numbers (entropy, position) are refused.
+        score: see `FixedSteps`.
         sigma: width of the Gaussian in positions. Large values leave the score's own order.
     """
 

@@ -30,10 +30,11 @@ class PositionCalibrated(FixedSteps):
             n = number of masks due in this step, by steps and schedule
             commit the n masks with the highest rating
 
-    Source: PC-Sampler, arXiv 2508.13021. The offset counts from the block's start, as in the published code.
+    Source: PC-Sampler, arXiv 2508.13021. The offset counts from the block's start, as in the published code. Scores
+    that are negative numbers (entropy, position) are refused.
 
     Args:
-        score: see `FixedSteps`. Scores that are negative numbers (entropy, position) are refused.
+        score: see `FixedSteps`.
         frequency: JSON file with `num_token` and `p_baseline_dict` (token id to count). Tokens outside it count as
             seen once. With None every token is equally frequent.
         decay: lambda per position. 0 ignores positions, large values decode left to right.

@@ -105,7 +105,8 @@ SHAPES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {  # kinds of
         lambda one: (isinstance(one, str) and one in KINDS) or (_texts(one) and all(name in KINDS for name in one)),
         ("type",),
     ),
-    "a name, as text in quotes": (lambda one: isinstance(one, str), ("format", "$ref")),
+    "a name, as text in quotes": (lambda one: isinstance(one, str), ("format",)),
+    'a reference as text in quotes, for example "#/$defs/item"': (lambda one: isinstance(one, str), ("$ref",)),
     "a pattern, as text in quotes": (lambda one: isinstance(one, str), ("pattern",)),
     "a whole number of at least 0, written without a point": (
         lambda one: type(one) is int and one >= 0,
