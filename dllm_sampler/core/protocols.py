@@ -306,7 +306,10 @@ class Tempered(Protocol):
 
 @runtime_checkable
 class Corrects(Protocol):
-    """A scheduler with forwards that correct tokens at an unchanged noise level, for models with self-conditioning."""
+    """A scheduler with forwards that correct tokens at an unchanged noise level.
+
+    A model with self-conditioning is not conditioned on them.
+    """
 
     def conditions(self, canvas: Canvas) -> Tensor:
         """Return `[B] bool` rows whose next forward is conditioned on this one. The others keep this one's condition.

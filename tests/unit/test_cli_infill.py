@@ -104,7 +104,7 @@ def test_samples(words: list[str], capsys: pytest.CaptureFixture[str], tmp_path:
 @each(
     ("given", "said"),
     [
-        (["Ben{gap}"], "prompt 1 has {gap}, a gap without a length"),
+        (["Ben{gap}"], "answer 1 has {gap}, a gap without a length"),
         (["infill=Ben"], "dllm-sample: infill has no gap"),
         (["copy: Ada", "infill={gap:0}Ada"], "dllm-sample: infill has {gap:0}"),
         (["copy: Ada", "infill={gap:99999999}"], "infill has gaps of 99999999 tokens"),
