@@ -35,7 +35,7 @@ class TrajectoryGRPOConfig(DiffusionConfig):
     likelihood: scores tokens by the state each was committed from (`trajectory`), or with all masked (`masked`)
     mask_prompt: share of the prompt that `masked` hides, drawn again for each iteration
     scale_rewards: divide advantages by their group's deviation (GRPO; not CJ-GRPO)
-    after_eos: tokens after the first end-of-text token count too, as in the official code
+    after_eos: tokens after the first end-of-text token count too, as in the published code
     num_iterations: optimizer steps on the same answers
     epsilon, beta: of the clipping, and the weight of the divergence from the reference
     ref_model_sync_steps: steps after which the reference becomes the present model; 0, or with adapters: never
@@ -70,7 +70,7 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
     """Samples answers to each prompt, and makes those more likely that are better than their group's mean.
 
     The loss is the mean over a transition's tokens, then over a sample's transitions, then over the samples. The
-    official code of CJ-GRPO pools the tokens of a micro-batch instead, which depends on the batch.
+    published code of CJ-GRPO pools the tokens of a micro-batch instead, which depends on the batch.
 
     reward_funcs: functions in TRL's form, or names: see `rewards.find`
     reward_weights: of each. With None each counts 1
