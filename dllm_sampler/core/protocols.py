@@ -308,7 +308,7 @@ class Tempered(Protocol):
 class Corrects(Protocol):
     """A scheduler with forwards that correct tokens at an unchanged noise level.
 
-    A model with self-conditioning is not conditioned on them.
+    These forwards do not change the self-conditioning of the model.
     """
 
     def conditions(self, canvas: Canvas) -> Tensor:

@@ -27,7 +27,7 @@ def stop_strings(given: str | Sequence[str], tokenizer: PreTrainedTokenizerBase 
         raise UserError(
             "tokenizer-missing",
             "stop_strings need a tokenizer, and there is none. Add tokenizer.json to the checkpoint, pass tokenizer= to"
-            " Sampler, or remove stop_strings.",
+            " Sampler() or Sampler.from_callable, or remove stop_strings.",
         )
     own = () if tokenizer is None else tokenizer.init_kwargs.get("stop_strings") or ()
     return tuple(dict.fromkeys((*stops, *own)))
