@@ -169,11 +169,19 @@ class Data:
         import datasets  # takes a second
 
         if file.suffix in TABLES:
-            return datasets.load_dataset(file.suffix[1:], data_files=str(file), split=WHOLE)
+            try:
+                return datasets.load_dataset(file.suffix[1:], data_files=str(file), split=WHOLE)
+            except ValueError as error:
+                if "corresponds to no data" in str(error):  # a head without lines
+                    return []
+                raise
         names = [name for name in ("dataset_info.json", "dataset_dict.json") if (file / name).is_file()]
         if names:  # written by `save_to_disk`
             saved: Any = datasets.load_from_disk(str(file))
             splits = list(saved) if names == ["dataset_dict.json"] else [WHOLE]
+            if self.subset is not None:
+                said = f"train.data.subset={self.subset} has no effect on {option}={file}, which is a saved data set."
+                raise UserError("option-not-applicable", f"{said} Remove it.")
             if split not in splits:
                 said = f"{option}={file} has no split {split}, only {', '.join(splits)}."
                 raise UserError("file-unreadable", f"{said} Correct train.data.split or train.data.test.")

@@ -100,6 +100,11 @@ def test_held_out_files_tables_and_data_sets(tmp_path: Path) -> None:
     table.save_to_disk(tmp_path / "single")
     with refused("file-unreadable: no split tiny, only train"):
         load(str(tmp_path / "single"), split="tiny")
+    with refused("option-not-applicable: train.data.subset=a"):
+        load(str(tmp_path / "single"), subset="a")
+    (tmp_path / "head.csv").write_text("prompt,answer\n")
+    with refused("nothing-to-learn: head.csv has no examples"):
+        load(str(tmp_path / "head.csv"))
 
 
 def test_messages_and_chat_templates(tmp_path: Path) -> None:
