@@ -40,6 +40,8 @@ class EndTokens(Guide):
         check_choice("guide.end_tokens.mode", self.mode, Mode)
         if self.ids is not None:
             vars(self)["ids"] = checked_tokens("guide.end_tokens.ids", self.ids)
+            if not self.ids:
+                raise invalid("guide.end_tokens.ids", [], "Set token ids, or null for the model's own")
 
     @property
     @override

@@ -89,6 +89,10 @@ def parse(given: Mapping[str, Any]) -> Settings:
         group: chosen.get(group, {"name": default}) for group, default in _defaults().items()
     }
     if "block_length" in rest:
+        if "blocks.length" in rest:
+            raise UserError(
+                "options-conflict", "--model_args: block_length and blocks.length are the same field. Remove one."
+            )
         rest["blocks.length"] = rest.pop("block_length")
     own: dict[str, Any] = {}
     model: dict[str, Any] = {}

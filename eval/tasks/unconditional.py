@@ -71,6 +71,10 @@ class Unconditional(Task):
         check_count("task.context", self.context, 2)
         if self.judge is not None:
             _checkpoint(self.judge)  # a mistake shows before hours of work
+        elif self.context != type(self).context:
+            raise UserError(
+                "option-missing", f"task.context={self.context} has no effect without a judge. Set task.judge=MODEL."
+            )
         if self.references is not None:
             if self.judge is None:
                 raise UserError(

@@ -133,6 +133,7 @@ def test_a_mistake_in_the_command(capsys: pytest.CaptureFixture[str], monkeypatc
     ("arguments", "said"),
     [
         ("scheduler=threshold", "option-missing: pretrained=mini"),
+        ("pretrained=mini,block_length=8,blocks.length=4", "options-conflict: block_length and blocks.length"),
         ("pretrained=mini,treshold=0.9", "choice-unknown: 'threshold'"),
         ("pretrained=mini,scheduler=tresholt", "choice-unknown: 'threshold'"),
         ("pretrained=mini,scheduler.steps=3", "field-unknown: scheduler=threshold, 'steps'"),

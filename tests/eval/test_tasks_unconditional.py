@@ -178,6 +178,7 @@ def test_what_a_text_begins_with() -> None:
         ({"judge": "nowhere"}, "model-not-found: task.judge='nowhere'"),
         ({"judge": "tests"}, "checkpoint-incomplete: task.judge=tests"),
         ({"judge": "tests/conformance/data/tiny-llada"}, "architecture-unknown: task.judge=tests/conformance, 'llada'"),
+        ({"context": 5}, "option-missing: task.context=5, task.judge"),
     ],
 )
 def test_mistakes(fields: dict[str, Any], refusal: str) -> None:

@@ -93,6 +93,7 @@ def test_guides_apply_in_the_order_given():
         (TopP, 0, "option-range: top_p"),
         (TopP, 1.1, "option-range: top_p"),
         (TopP, math.nan, "option-range: top_p"),
+        (lambda ids: EndTokens(ids=ids), (), "option-range: guide.end_tokens.ids=[]"),
         (
             lambda ids: toys.sampler(guide=EndTokens(ids=ids)).generate([5], max_new_tokens=4),
             (999,),
